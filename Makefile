@@ -1,0 +1,76 @@
+# k3train: set-up, main job and checks. `make help` lists the targets.
+# Each variable below can be given on the command line, e.g. make install PYTHON=python3.12 VENV=/tmp/k3 EXTRAS=gpu
+
+PYTHON ?= $(shell tools/find_python.sh 3.13 3.12 3.11)
+VENV ?= .venv
+# Extras of pyproject.toml that `install` adds: gpu, tpu.
+EXTRAS ?=
+# Handed on: to `k3train train` by quickstart, to pytest by the tests.
+ARGS ?=
+# Test processes side by side.
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+FAST := not slow and not gpu and not tpu
+RUN := runs/quickstart
+
+# Marks of a finished installation, one per set of extras. They count only in an environment that runs and has not been moved.
+BASE := $(VENV)/.has-k3train$(addprefix -,$(EXTRAS))
+DEV := $(VENV)/.has-k3train-dev
+ifneq ($(shell $(BIN)/python -c 'print(open("$(VENV)/.made-for").read().strip())' 2>/dev/null),$(CURDIR))
+STALE := stale
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install quickstart test test-numerics test-slow test-gpu lint format clean stale
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
+
+install: $(BASE)  ## Make .venv: k3train and pinned dependencies, newest working Python of 3.13, 3.12, 3.11
+
+quickstart: $(BASE)  ## Train the small K3 of experiments/quickstart.py, or go on where it was interrupted
+	@if [ -e $(RUN)/result.json ]; then \
+	    echo "$(RUN) is finished. To train it again: rm -r $(RUN) && make quickstart"; \
+	elif ls $(RUN)/checkpoints 2>/dev/null | grep -qxE '[0-9]+'; then \
+	    $(BIN)/k3train resume $(RUN); \
+	else \
+	    if [ -e $(RUN) ]; then mv -v $(RUN) $(RUN).unsaved-$$(date +%Y%m%d-%H%M%S); fi; \
+	    $(BIN)/k3train train experiments/quickstart.py $(ARGS); \
+	fi
+
+test: $(DEV)  ## Run the tests, except slow ones and those for accelerators
+	$(PYTEST) -n $(WORKERS) -m "$(FAST)" $(ARGS)
+
+test-numerics: $(DEV)  ## Run the tests of values and gradients: golden arrays, kernels, resume
+	$(PYTEST) -n $(WORKERS) -m "numerics and $(FAST)" $(ARGS)
+
+test-slow: $(DEV)  ## Run the slow tests
+	$(PYTEST) -m "slow and not gpu and not tpu" $(ARGS)
+
+test-gpu: $(DEV)-gpu  ## Run the tests that need an NVIDIA GPU
+	JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
+
+lint: $(DEV)  ## Check style and types: ruff, pyright
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(DEV)  ## Rewrite the sources in the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## Remove environments and caches; runs stay
+	rm -rf .venv .venv-py311 .cache .hypothesis .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# The stem lists the extras: .has-k3train-dev-gpu is k3train[dev,gpu], which holds k3train alone too.
+$(VENV)/.has-k3train%: pyproject.toml $(wildcard constraints/*.txt) $(STALE)
+	@tools/install.sh $(VENV) "$(PYTHON)" $(subst -, ,$*)
+	@touch $(VENV)/.has-k3train $@
+
+$(VENV)/.has-k3train: pyproject.toml $(wildcard constraints/*.txt) $(STALE)
+	@tools/install.sh $(VENV) "$(PYTHON)"
+	@touch $@

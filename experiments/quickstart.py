@@ -1,0 +1,48 @@
+"""A small Kimi K3 on real text, in a few minutes on two CPU cores.
+
+    k3train train experiments/quickstart.py
+    k3train train experiments/quickstart.py --name mine --data.sources my_texts/ --optimizer.peak-lr 2e-3
+
+All of K3's mechanisms are here, only narrow: three Kimi Delta Attention layers to one gated latent attention layer, the last layer always
+attention; Attention Residuals over blocks of four layers; a dense first layer, then experts in a latent with shared experts.
+Bytes are the tokens, Python's standard library is the text.
+"""
+
+from k3train.config import (
+    CheckpointConfig,
+    DataConfig,
+    DtypePolicy,
+    EvaluationConfig,
+    Experiment,
+    KDAConfig,
+    LatentMoEConfig,
+    MLAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+
+
+def experiment() -> Experiment:
+    """1.6 M parameters, 1.0 M of them active per byte; 4 x 256 bytes per step."""
+    return Experiment(
+        name="quickstart",
+        model=ModelConfig(
+            vocab_size=257,
+            d_model=128,
+            num_layers=5,
+            num_dense_layers=1,
+            dense_dim=384,
+            attn_res_block_size=4,
+            kda=KDAConfig(num_heads=4, head_dim=32),
+            mla=MLAConfig(num_heads=4, q_lora_rank=64, kv_lora_rank=32, nope_head_dim=32, rope_head_dim=16, v_head_dim=32),
+            moe=LatentMoEConfig(num_experts=16, experts_per_token=4, latent_dim=64, expert_dim=64, num_shared_experts=1),
+            dtypes=DtypePolicy(compute="float32"),
+            remat="none",
+        ),
+        data=DataConfig(sequence_length=256, batch_size=4),
+        schedule=ScheduleConfig(steps=800, warmup_fraction=0.05),
+        optimizer=OptimizerConfig(peak_lr=3e-3),
+        checkpoint=CheckpointConfig(every_steps=200),
+        evaluation=EvaluationConfig(every_steps=200),
+    )

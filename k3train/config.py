@@ -1,0 +1,258 @@
+"""What an experiment is: frozen, keyword-only dataclasses and the rules they must keep. Imports no array library.
+
+`Experiment.validate()` checks everything before any array exists and reports every problem at once, by field.
+Defaults follow the K3 technical report and the released `config.json` where these state a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from k3train.errors import UserError
+
+Mixer = Literal["kda", "gated_mla"]
+FeedForward = Literal["dense", "latent_moe"]
+Float = Literal["bfloat16", "float32", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypePolicy:
+    """Which float type holds what. Gates, states, softmax, norms' statistics and the router stay in at least FP32."""
+
+    parameters: Float = "float32"
+    """Parameters and optimizer master values."""
+    compute: Float = "bfloat16"
+    """Activations and matmul operands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAConfig:
+    """Kimi Delta Attention (report 2.1.1)."""
+
+    num_heads: int = 96
+    head_dim: int = 128
+    """Key and value channels of a head; also the width of the decay gate's bottleneck."""
+    conv_width: int = 4
+    """Taps of the short causal convolutions on q, k and v."""
+    gate_lower_bound: float = -5.0
+    """Smallest log decay per token, in nats; the chunked kernels need -5 <= bound < 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Gated multi-head latent attention without positions (report 2.1.2)."""
+
+    num_heads: int = 96
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    nope_head_dim: int = 128
+    rope_head_dim: int = 64
+    """Width of the key part shared by all heads (a rotary slot that K3 does not rotate)."""
+    v_head_dim: int = 128
+    latent_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentMoEConfig:
+    """Stable LatentMoE (report 2.3)."""
+
+    num_experts: int = 896
+    experts_per_token: int = 16
+    latent_dim: int = 3584
+    expert_dim: int = 3072
+    num_shared_experts: int = 2
+    """Shared experts, each of width `expert_dim`, on the full model width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The decoder: a mixer pattern along the sequence, Attention Residuals along the depth, experts along the width."""
+
+    vocab_size: int = 163840
+    d_model: int = 7168
+    num_layers: int = 93
+    mixer_pattern: tuple[Mixer, ...] = ("kda", "kda", "kda", "gated_mla")
+    """Repeated along the depth."""
+    last_mixer: Mixer | None = "gated_mla"
+    """Mixer of the last layer, whatever the pattern says; None keeps the pattern."""
+    num_dense_layers: int = 1
+    """First layers with a dense feed-forward block in place of experts."""
+    dense_dim: int = 33792
+    attn_res_block_size: int = 12
+    """Decoder layers whose outputs form one source of the Attention Residuals."""
+    norm_eps: float = 1e-5
+    situ_beta: float = 4.0
+    situ_linear_beta: float = 25.0
+    init_std: float = 0.02
+    kda: KDAConfig = field(default_factory=KDAConfig)
+    mla: MLAConfig = field(default_factory=MLAConfig)
+    moe: LatentMoEConfig = field(default_factory=LatentMoEConfig)
+    dtypes: DtypePolicy = field(default_factory=DtypePolicy)
+    remat: Literal["layer", "none"] = "layer"
+    """`layer` keeps one residual stream per layer and recomputes the rest in the backward pass; `none` keeps all."""
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of every layer."""
+        repeats = math.ceil(self.num_layers / len(self.mixer_pattern))
+        mixers = (self.mixer_pattern * repeats)[: self.num_layers]
+        return mixers if self.last_mixer is None else (*mixers[:-1], self.last_mixer)
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """The feed-forward block of every layer."""
+        return tuple("dense" if layer < self.num_dense_layers else "latent_moe" for layer in range(self.num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices share each kind of work; the degrees multiply to the device count."""
+
+    replica: int = 1
+    """Copies of the parameters, each fed with its own rows."""
+    fsdp: int | None = None
+    """Devices that share one copy of parameters, gradients and optimizer state (ZeRO-3), each fed with its own rows;
+    None takes all devices that the other degrees leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text in, packed rows out."""
+
+    sources: tuple[str, ...] = ()
+    """Text files and folders (searched recursively); none stands for the built-in corpus, Python's standard library."""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py")
+    """Endings of the files that are read from a folder."""
+    heldout_fraction: float = 0.05
+    """Share of the files kept for evaluation, chosen by a hash of their names."""
+    sequence_length: int = 512
+    batch_size: int = 8
+    """Rows in one optimizer step, over all devices and microbatches."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Length of the run and the learning rate's course: linear warm-up, then cosine."""
+
+    steps: int = 1000
+    warmup_fraction: float = 0.01
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW after a global-norm clip."""
+
+    peak_lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; vectors, norms, gates' offsets and the router bias are exempt."""
+    clip_norm: float = 1.0
+    microbatches: int = 1
+    """Parts in which a step's rows are run one after another, gradients summed in FP32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, and how many saves to keep."""
+
+    every_steps: int = 500
+    keep: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is written while training."""
+
+    every_steps: int = 10
+    """Steps between two lines of `metrics.jsonl`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Loss on held-out text."""
+
+    every_steps: int = 500
+    batches: int = 16
+    """Batches of held-out rows; fewer if there is less text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides a run."""
+
+    name: str
+    model: ModelConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    runs_folder: str = "runs"
+    """The run is written to `runs_folder/name`."""
+    seed: int = 0
+    """Seed of the parameters' initialisation."""
+
+    def validate(self) -> Experiment:
+        """Returns itself, or raises `UserError` with every broken rule, one line per field."""
+        problems = [*_nonpositive(self), *_broken_rules(self)]
+        if problems:
+            raise UserError("The experiment's configuration does not hold together:\n" + "\n".join(f"  {problem}" for problem in problems))
+        return self
+
+
+MAY_BE_ZERO = {"num_dense_layers", "weight_decay", "warmup_fraction", "final_fraction", "num_shared_experts"}
+MAY_BE_NEGATIVE = {"gate_lower_bound", "seed"}
+
+
+def _nonpositive(node: object, path: str = "") -> Iterator[str]:
+    """Every number in the tree of dataclasses that must be positive and is not, with its dotted path."""
+    for item in dataclasses.fields(node):  # type: ignore[arg-type]
+        value, where, name = getattr(node, item.name), f"{path}{item.name}", item.name
+        if dataclasses.is_dataclass(value):
+            yield from _nonpositive(value, f"{where}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and name not in MAY_BE_NEGATIVE:
+            if not math.isfinite(value) or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+                yield f"{where} = {value}: must be {'zero or more' if name in MAY_BE_ZERO else 'greater than zero'}"
+
+
+def _broken_rules(experiment: Experiment) -> Iterator[str]:
+    """Rules that tie fields together."""
+    model, data, mesh, optimizer = experiment.model, experiment.data, experiment.mesh, experiment.optimizer
+    if not experiment.name or "/" in experiment.name or experiment.name in (".", ".."):
+        yield f"name = {experiment.name!r}: must be a plain folder name"
+    if not model.mixer_pattern:
+        yield "model.mixer_pattern is empty: name at least one mixer"
+    if not -5.0 <= model.kda.gate_lower_bound < 0.0:
+        yield f"model.kda.gate_lower_bound = {model.kda.gate_lower_bound}: must be in [-5, 0), else a 16-token tile overflows"
+    if model.moe.experts_per_token > model.moe.num_experts:
+        yield f"model.moe.experts_per_token = {model.moe.experts_per_token}: only model.moe.num_experts = {model.moe.num_experts} experts exist"
+    if model.num_dense_layers > model.num_layers:
+        yield f"model.num_dense_layers = {model.num_dense_layers}: only model.num_layers = {model.num_layers} layers exist"
+    if not 0.0 < data.heldout_fraction < 1.0:
+        yield f"data.heldout_fraction = {data.heldout_fraction}: must lie between 0 and 1"
+    fsdp = mesh.fsdp or 1  # unknown until the devices are
+    rows = optimizer.microbatches * mesh.replica * fsdp
+    if rows > 0 and data.batch_size % rows:
+        yield (
+            f"data.batch_size = {data.batch_size}: must be a multiple of optimizer.microbatches * mesh.replica * mesh.fsdp"
+            f" = {optimizer.microbatches} * {mesh.replica} * {fsdp} = {rows}"
+        )
+    for path, value in (
+        ("schedule.warmup_fraction", experiment.schedule.warmup_fraction),
+        ("schedule.final_fraction", experiment.schedule.final_fraction),
+        ("optimizer.beta1", optimizer.beta1),
+        ("optimizer.beta2", optimizer.beta2),
+    ):
+        if value > 1.0:
+            yield f"{path} = {value}: must be at most 1"

@@ -1,0 +1,1 @@
+"""The architecture as Flax NNX modules over pure functions; one file per mechanism."""

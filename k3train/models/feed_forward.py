@@ -1,0 +1,43 @@
+"""SiTU-GLU and the feed-forward block made of it.  Legend: B batch, T tokens, D model, F hidden."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3train.config import ModelConfig
+from k3train.models.norms import wide
+from k3train.models.parameters import weight
+
+
+def situ_glu(gate: jax.Array, up: jax.Array, *, beta: float, linear_beta: float) -> jax.Array:
+    """beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta) (report eqs 12, 18-19).
+
+    Computed in at least float32 and cast back to gate's dtype; bounded by beta * linear_beta.
+    """
+    g, u = gate.astype(wide(gate.dtype)), up.astype(wide(up.dtype))
+    return (beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g) * linear_beta * jnp.tanh(u / linear_beta)).astype(gate.dtype)
+
+
+def activation(config: ModelConfig) -> partial[jax.Array]:
+    """The gated activation (gate, up) -> hidden of a model."""
+    return partial(situ_glu, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+
+
+class FeedForward(nnx.Module):
+    """W_down situ_glu(W_gate x, W_up x): layer 0's dense block and the shared experts."""
+
+    def __init__(self, config: ModelConfig, hidden: int):
+        self.config = config
+        self.gate_proj = weight((config.d_model, hidden), ("embed", "mlp"), config)
+        self.up_proj = weight((config.d_model, hidden), ("embed", "mlp"), config)
+        self.down_proj = weight((hidden, config.d_model), ("mlp", "embed"), config)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """x [B, T, D] -> [B, T, D], in x's dtype."""
+        dtype = x_BTD.dtype
+        gate_BTF, up_BTF = x_BTD @ self.gate_proj[...].astype(dtype), x_BTD @ self.up_proj[...].astype(dtype)
+        return activation(self.config)(gate_BTF, up_BTF) @ self.down_proj[...].astype(dtype)

@@ -1,0 +1,83 @@
+"""The Layout seam: the operations whose form depends on how work is spread over devices.
+
+The decoder calls a `Layout`; here are the protocol and the one-device form. `k3train.sharding` has the other form.
+Legend: B batch, T tokens, H heads, K/V key/value channels, W taps, S = B*T tokens, L latent, E experts, k active
+experts, F hidden, M = S*k routed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+
+import pallas_kernels.kda
+from k3train.models.attention import causal_attention
+from k3train.models.short_conv import short_conv
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.moe_dispatch import combine, permute, sort_by_expert
+
+Activation = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Layout(Protocol):
+    """Where kernel choice and parallelism meet. Shapes are global; dtypes as in the functions that are named."""
+
+    def kda(
+        self, q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, gate_BTHK: jax.Array, beta_BTH: jax.Array, a_log_H: jax.Array, dt_bias_HK: jax.Array,
+        *, lower_bound: float, segment_ids_BT: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """Kimi Delta Attention from raw gates, states zero at the start of each row; o [B, T, H, V]."""
+        ...
+
+    def attention(self, q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, *, scale: float, segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`attention.causal_attention`: o [B, T, H, V] and the largest logit of each head [H]."""
+        ...
+
+    def short_conv(self, x_BTHK: jax.Array, w_HKW: jax.Array, *, segment_ids_BT: jax.Array) -> jax.Array:
+        """`short_conv.short_conv`."""
+        ...
+
+    def experts(
+        self, z_BTL: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, w_gate_ELF: jax.Array, w_up_ELF: jax.Array, w_down_EFL: jax.Array,
+        *, activation: Activation,
+    ) -> jax.Array:  # fmt: skip
+        """sum_j weight_j * expert_{id_j}(z), combined in at least float32; u [B, T, L]."""
+        ...
+
+    def constrain(self, x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
+        """States how an activation lies on the devices; the identity on one device."""
+        ...
+
+
+class LocalLayout:
+    """The one-device form: calls the kernels."""
+
+    def kda(self, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
+        """See `Layout.kda`."""
+        o_BTHV, _ = pallas_kernels.kda.kda(
+            q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT
+        )
+        return o_BTHV
+
+    def attention(self, q_BTHK, k_BTHK, v_BTHV, *, scale, segment_ids_BT):
+        """See `Layout.attention`."""
+        return causal_attention(q_BTHK, k_BTHK, v_BTHV, scale=scale, segment_ids_BT=segment_ids_BT)
+
+    def short_conv(self, x_BTHK, w_HKW, *, segment_ids_BT):
+        """See `Layout.short_conv`."""
+        return short_conv(x_BTHK, w_HKW, segment_ids_BT=segment_ids_BT)
+
+    def experts(self, z_BTL, expert_ids_BTk, weights_BTk, w_gate_ELF, w_up_ELF, w_down_EFL, *, activation):
+        """See `Layout.experts`."""
+        (batch, tokens, latent), (num_experts, active) = z_BTL.shape, (w_gate_ELF.shape[0], expert_ids_BTk.shape[-1])
+        order_M, sizes_E = sort_by_expert(expert_ids_BTk.reshape(-1, active), num_experts)
+        z_ML = permute(z_BTL.reshape(-1, latent), order_M, active)
+        hidden_MF = activation(grouped_matmul(z_ML, w_gate_ELF, sizes_E), grouped_matmul(z_ML, w_up_ELF, sizes_E))
+        y_ML = grouped_matmul(hidden_MF, w_down_EFL, sizes_E)
+        return combine(y_ML, weights_BTk.reshape(-1, active), order_M).reshape(batch, tokens, latent)
+
+    def constrain(self, x, logical_axes):
+        """See `Layout.constrain`."""
+        return x

@@ -1,0 +1,122 @@
+"""The steps of a run: updates, and between them metrics, evaluation and saves.
+
+Nothing waits for the device on the way from one step to the next: a step's metrics are read once the next step is under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import jax
+
+from k3train import config_io
+from k3train.config import Experiment
+from k3train.data.batch import Batch
+from k3train.train import evaluation, result
+from k3train.train.checkpoints import Checkpoints, Record
+from k3train.train.evaluation import Heldout, Sums
+from k3train.train.metrics import MetricWriter
+from k3train.train.progress import ProgressDisplay, Rate
+from k3train.train.signals import StopRequest
+from k3train.train.state import TrainState, Tree
+from k3train.train.step import Metrics
+
+
+@dataclass(kw_only=True)
+class Course:
+    """A run under way: where it stands and what it works with."""
+
+    experiment: Experiment
+    data_fingerprint: str
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    eval_step: Callable[[], Callable[[Tree, Batch], Sums]]
+    """Gives the step; waits for its compilation if need be."""
+    heldout_batches: Callable[[], Iterator[Batch]]
+    checkpoints: Checkpoints
+    writer: MetricWriter
+    display: ProgressDisplay
+    stop: StopRequest
+
+    state: TrainState
+    step: int
+    """Updates made: the state's own step, known without asking the device."""
+    tokens: int
+    """Targets trained on, up to the newest step whose metrics were read."""
+    clock: Callable[[], float]
+    """Wall time of the run in seconds, over all its resumes."""
+    evaluated_step: int | None
+    """Newest step with held-out figures in the metrics."""
+    saved_step: int | None
+    """Newest step that is saved."""
+    rate: Rate = field(default_factory=Rate)
+    unread: tuple[int, Metrics] | None = None
+    """The newest step's metrics, not looked at yet."""
+
+    def train(self, batches: Iterator[Batch]) -> None:
+        """Makes updates until the schedule ends or someone asks to stop; `batches` begins with number `step`."""
+        steps, evaluation_every, save_every = (
+            self.experiment.schedule.steps,
+            self.experiment.evaluation.every_steps,
+            self.experiment.checkpoint.every_steps,
+        )
+        self.rate.restart()
+        while self.step < steps and self.stop.signal is None:
+            self.state, step_metrics = self.train_step(self.state, next(batches))
+            self.step += 1
+            self.read_metrics()
+            self.unread = (self.step, step_metrics)
+            # An evaluation comes before the save of the same step, so that a resume from there finds its figures written.
+            if self.step % evaluation_every == 0 or self.step == steps:
+                self.evaluate()
+            if self.step % save_every == 0 or self.step == steps:
+                self.save()
+        self.read_metrics()
+
+    def read_metrics(self) -> None:
+        """Waits for the newest step of which the metrics are unread, shows and writes them."""
+        if self.unread is None:
+            return
+        (step, on_device), self.unread = self.unread, None
+        values = jax.device_get(on_device)
+        tokens = int(values.pop("tokens"))
+        self.tokens += tokens
+        self.rate.add(tokens)
+        self.display.update(step, float(values["loss"]), self.rate.tokens_per_second, self.rate.seconds_per_step)
+        if step == 1 or step % self.experiment.logging.every_steps == 0 or step == self.experiment.schedule.steps:
+            speed = {"tokens": self.tokens, "tokens_per_second": round(self.rate.tokens_per_second, 1), "seconds": round(self.clock(), 3)}
+            self.writer.write(step, {**values, **speed})
+
+    def evaluate(self) -> None:
+        """Scores held-out text under the present parameters, unless that is done."""
+        self.read_metrics()
+        if self.evaluated_step == self.step:
+            return
+        heldout: Heldout = evaluation.evaluate(self.eval_step(), self.state.params, self.heldout_batches())
+        self.writer.write(self.step, {"heldout_loss": heldout.loss, "heldout_bits_per_byte": heldout.bits_per_byte})
+        self.display.note(f"step {self.step}: held-out text {heldout.bits_per_byte:.3f} bits per byte")
+        self.evaluated_step = self.step
+        self.rate.restart()
+
+    def save(self) -> None:
+        """Starts to save the present state, unless that is done."""
+        self.read_metrics()
+        if self.saved_step == self.step:
+            return
+        record = Record(
+            step=self.step,
+            seconds=self.clock(),
+            tokens=self.tokens,
+            data_fingerprint=self.data_fingerprint,
+            experiment=config_io.to_dict(self.experiment),
+            versions=result.versions(),
+        )
+        self.checkpoints.save(self.state, record)
+        self.saved_step = self.step
+        self.rate.restart()
+
+
+def wall_clock(start: float, before: float = 0.0) -> Callable[[], float]:
+    """Seconds since `start` (of `time.monotonic`), plus those of earlier parts of the run."""
+    return lambda: before + time.monotonic() - start

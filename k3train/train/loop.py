@@ -1,0 +1,183 @@
+"""A run from its config to its result: what is set up, in which order, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+
+from k3train.config import Experiment
+from k3train.data.counting import counting_baselines
+from k3train.data.loader import Data, open_data
+from k3train.errors import UserError
+from k3train.train import compile_cache, metrics, result
+from k3train.train.assembly import Assembly, assemble
+from k3train.train.checkpoints import Checkpoints, Record
+from k3train.train.course import Course, wall_clock
+from k3train.train.progress import ProgressDisplay
+from k3train.train.result import Result
+from k3train.train.resume import check_resumable
+from k3train.train.signals import Stopped, StopRequest
+from k3train.train.state import count
+
+CHECKPOINTS_FOLDER, METRICS_FILE, RESULT_FILE, LOSS_CURVE_FILE = "checkpoints", "metrics.jsonl", "result.json", "loss_curve.png"
+
+COUNTABLE_BYTES = 100_000_000
+"""Longest training text whose byte counts are worth their memory beside a run."""
+
+
+def run(experiment: Experiment, run_folder: Path, *, resume: bool = False, console: Console | None = None) -> Result:
+    """Trains until `schedule.steps` updates are made and writes everything into the run folder.
+
+    The folder gets `metrics.jsonl`, `checkpoints/`, and at the end `result.json` and `loss_curve.png`. With `resume` the run goes on
+    from its newest checkpoint, exactly as if it had never stopped; a finished run is left as it is.
+
+    Raises:
+      UserError: the config, the data, the mesh or the run folder do not allow the run. Nothing was overwritten.
+      Stopped: SIGINT or SIGTERM came, and the state is saved. A `SystemExit` with code 130 or 143.
+    """
+    start = time.monotonic()
+    console = console or Console()
+    experiment.validate()
+    record = _newest_record(experiment, run_folder) if resume else None
+    if record is None:
+        _refuse_existing_run(run_folder)
+    elif record.step >= experiment.schedule.steps and (run_folder / RESULT_FILE).is_file():
+        console.print(f"{run_folder} is finished: all {record.step} steps are made.", highlight=False)
+        return Result.load(run_folder / RESULT_FILE)
+    compile_cache.enable()
+
+    def announce(_: int) -> None:
+        console.print("Stopping as soon as this step is finished and saved. Ask again to stop at once.", highlight=False)
+
+    with StopRequest(announce) as stop:
+        data = open_data(experiment.data)
+        _check_vocabulary(experiment, data)
+        if record is not None:
+            check_resumable(record, experiment, data.fingerprint, run_folder)
+        assembly = assemble(experiment, data.tokenizer.boundary_id)
+        return _train(experiment, run_folder, record, data, assembly, stop, console, start)
+
+
+def _train(
+    experiment: Experiment,
+    run_folder: Path,
+    record: Record | None,
+    data: Data,
+    assembly: Assembly,
+    stop: StopRequest,
+    console: Console,
+    start: float,
+) -> Result:
+    """Compiles, makes or restores the state, trains, and writes what is left behind."""
+    step = record.step if record else 0
+    parameters, lines = count(assembly.target.params), run_folder / METRICS_FILE
+    console.print(
+        f"{'Resuming' if record else 'Starting'} {run_folder} at step {step} of {experiment.schedule.steps}: {parameters:,} parameters, "
+        f"{data.train_bytes:,} bytes of text and {data.heldout_bytes:,} held out. Compiling comes first.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    # Compiling leaves the interpreter alone (tracing, inside `lower`, does not), so the state and the counting models are made meanwhile.
+    with (
+        Checkpoints(run_folder / CHECKPOINTS_FOLDER, experiment.model, experiment.checkpoint) as checkpoints,
+        metrics.JsonLines(lines, resume_step=step) as writer,
+        ProgressDisplay(console, step, experiment.schedule.steps) as display,
+        _threads() as background,
+    ):
+        train_step = background.submit(assembly.train_step.lower(assembly.target, assembly.batch).compile)
+        baselines = background.submit(_baselines, data)
+        eval_step = background.submit(assembly.eval_step.lower(assembly.target.params, assembly.batch).compile)
+        course = Course(
+            experiment=experiment,
+            data_fingerprint=data.fingerprint,
+            state=checkpoints.restore(assembly.target, step) if record else assembly.init(),
+            train_step=train_step.result(),
+            eval_step=eval_step.result,
+            heldout_batches=lambda: map(assembly.put, data.heldout_batches(experiment.evaluation.batches)),
+            checkpoints=checkpoints,
+            writer=writer,
+            display=display,
+            stop=stop,
+            step=step,
+            tokens=record.tokens if record else 0,
+            clock=wall_clock(start, record.seconds if record else 0.0),
+            evaluated_step=metrics.last_step_with("heldout_loss", lines),
+            saved_step=record.step if record else None,
+        )
+        course.train(map(assembly.put, data.train_iterator(step)))
+        if course.step < experiment.schedule.steps and stop.signal is not None:
+            course.save()
+            checkpoints.wait()
+            display.note(f"Stopped after step {course.step}, which is saved. To go on:\n  k3train resume {run_folder}")
+            raise Stopped(stop.signal)
+        course.evaluate()
+        course.save()
+        checkpoints.wait()
+        counted = baselines.result()
+    return _finish(experiment, run_folder, course, parameters, counted, console)
+
+
+def _finish(
+    experiment: Experiment, run_folder: Path, course: Course, parameters: int, baselines: dict[str, float], console: Console
+) -> Result:
+    """Writes and shows the result."""
+    lines = metrics.read(run_folder / METRICS_FILE)
+    heldout = next(line for line in reversed(lines) if "heldout_loss" in line)
+    result.draw_loss_curve(lines, baselines, run_folder / LOSS_CURVE_FILE)
+    outcome = Result(
+        name=experiment.name,
+        heldout_bits_per_byte=heldout["heldout_bits_per_byte"],
+        heldout_loss=heldout["heldout_loss"],
+        baselines=baselines,
+        seconds=round(course.clock(), 3),
+        tokens=course.tokens,
+        steps=course.step,
+        parameters=parameters,
+        versions=result.versions(),
+    )
+    outcome.save(run_folder / RESULT_FILE)
+    result.print_table(outcome, console)
+    written = ", ".join((RESULT_FILE, LOSS_CURVE_FILE, METRICS_FILE, CHECKPOINTS_FOLDER))
+    console.print(f"Everything is in {run_folder}: {written}.", highlight=False, soft_wrap=True)
+    return outcome
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Two threads; an error does not wait for what they are at."""
+    threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="set-up")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _newest_record(experiment: Experiment, run_folder: Path) -> Record:
+    with Checkpoints(run_folder / CHECKPOINTS_FOLDER, experiment.model) as checkpoints:
+        return checkpoints.record()
+
+
+def _refuse_existing_run(run_folder: Path) -> None:
+    existing = [name for name in (CHECKPOINTS_FOLDER, METRICS_FILE, RESULT_FILE) if (run_folder / name).exists()]
+    if existing:
+        raise UserError(
+            f"{run_folder} already holds a run ({', '.join(existing)}). Go on with it by `k3train resume {run_folder}`, "
+            "or start a new one under another --name. Nothing was changed."
+        )
+
+
+def _check_vocabulary(experiment: Experiment, data: Data) -> None:
+    if data.tokenizer.vocab_size > experiment.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {experiment.model.vocab_size} is too small: the tokenizer has {data.tokenizer.vocab_size} tokens. "
+            f"Set it to {data.tokenizer.vocab_size} or more."
+        )
+
+
+def _baselines(data: Data) -> dict[str, float]:
+    return counting_baselines(data.train_text, data.heldout_text) if data.train_bytes <= COUNTABLE_BYTES else {}

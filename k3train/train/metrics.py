@@ -1,0 +1,84 @@
+"""Numbers over the course of a run, as JSON lines.
+
+Each line is one object with `step` (updates made) and either training figures (`loss`, ...) or held-out ones (`heldout_loss`, ...).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+Line = dict[str, Any]
+
+
+class MetricWriter(Protocol):
+    """Where metrics go."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Takes figures (floats, or lists with one per layer) of the state after `step` updates."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is written after this."""
+        ...
+
+
+class JsonLines:
+    """`metrics.jsonl`: a line per call, in the file when the call returns."""
+
+    def __init__(self, path: Path, *, resume_step: int = 0):
+        """Opens the file for appending; what an interrupted run wrote beyond `resume_step` goes, so that no step appears twice."""
+        if path.exists():
+            keep = [line for line in read(path) if line["step"] <= resume_step]
+            rewritten = path.with_suffix(".tmp")
+            rewritten.write_text("".join(map(_line, keep)), encoding="utf-8")
+            os.replace(rewritten, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """See `MetricWriter.write`."""
+        self._file.write(_line({"step": step, **{name: plain(value) for name, value in values.items()}}))
+        self._file.flush()
+
+    def close(self) -> None:
+        """See `MetricWriter.close`."""
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Path) -> list[Line]:
+    """Every whole line of a metrics file; a last line torn by a crash is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "step" in line:
+            lines.append(line)
+    return lines
+
+
+def last_step_with(name: str, path: Path) -> int | None:
+    """Step of the newest line that has the figure."""
+    return next((line["step"] for line in reversed(read(path)) if name in line), None)
+
+
+def plain(value: Any) -> Any:
+    """An array or number as JSON holds it. A float32 keeps all its digits: reading it back gives the same bits."""
+    array = np.asarray(value)
+    return array.tolist() if array.dtype.kind in "fiub" else value
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(values) + "\n"

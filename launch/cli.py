@@ -1,0 +1,79 @@
+"""The `k3train` command. JAX is imported only by the subcommand that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from k3train.errors import UserError
+from launch import resume, score, summary, train
+
+OVERRIDES = "Any field can be set after the file: --optimizer.peak-lr 1e-3. A --help after the file lists the fields."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0 done, 2 something that the user can mend, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wants_traceback = "--traceback" in arguments
+    try:
+        options = _parser().parse_args([argument for argument in arguments if argument != "--traceback"])
+        options.run(options)
+        sys.stdout.flush()
+        return 0
+    except (UserError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as in `k3train --help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        if wants_traceback:
+            traceback.print_exc()
+        print(f"k3train: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:  # help, version, and the messages that argparse and tyro print themselves
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        print("k3train: interrupted", file=sys.stderr)
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = "; an experiment's fields come after its file" if message.startswith("unrecognized") else ""
+        raise UserError(f"{message} (see {self.prog} --help{hint})")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="k3train", description="Train, resume and score Kimi-K3-class language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"k3train {_version()}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from; works with every command")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, usage: str, text: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        return commands.add_parser(name, usage=f"k3train {name} {usage}", help=text, description=text, epilog=epilog, allow_abbrev=False)
+
+    fields = "[--FIELD VALUE ...]"
+    train.add_arguments(command("train", f"EXPERIMENT.py {fields}", "start a run from an experiment file", OVERRIDES))
+    resume.add_arguments(command("resume", "RUN", "go on with a run from its newest checkpoint"))
+    summary.add_arguments(
+        command("summary", f"EXPERIMENT.py [--json] {fields}", "count parameters and FLOPs, without making an array", OVERRIDES)
+    )
+    options = "--tokens TOKENS.npy --out LOGITS.npy [--batch-size N] [--overwrite]"
+    score.add_arguments(command("score", f"MODEL {options}", "write a model's logits on given tokens"))
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("k3train")
+    except metadata.PackageNotFoundError:  # run from a source folder that is not installed
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""`k3train score`: a model's logits on given tokens, in float32, for comparison with any other implementation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3train.errors import UserError
+from launch.resume import saved_experiment
+from launch.train import CONFIG_FILE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from k3train.config import ModelConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `k3train score`."""
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a run folder (newest checkpoint) or a Hugging Face folder (config.json, *.safetensors)",
+    )
+    parser.add_argument("--tokens", type=Path, required=True, metavar="TOKENS.npy", help="integer token ids [B, T], each row one document")
+    parser.add_argument("--out", type=Path, required=True, metavar="LOGITS.npy", help="float32 logits [B, T, V] are written here")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows computed at a time (default: 8)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output file")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Checks the inputs, loads the model, writes the logits batch by batch, and moves the whole file into place."""
+    if options.batch_size < 1:
+        raise UserError(f"--batch-size {options.batch_size}: must be at least 1")
+    if options.out.exists() and not options.overwrite:
+        raise UserError(f"{options.out} exists: choose another --out, or give --overwrite")
+    if not options.out.parent.is_dir():
+        raise UserError(f"{options.out}: its folder {options.out.parent} does not exist")
+    tokens_BT = read_tokens(options.tokens)
+    config, params = load_model(options.model)
+    _check_range(tokens_BT, config.vocab_size, options.tokens)
+    write_logits(config, params, tokens_BT, options.out, options.batch_size)
+    print(f"{options.out}: float32 logits {[*tokens_BT.shape, config.vocab_size]}")
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """Token ids [B, T] from an .npy file of any integer type; raises `UserError` if it holds anything else."""
+    import numpy as np
+
+    try:
+        tokens_BT = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path}: not an .npy array ({error})") from error
+    if not isinstance(tokens_BT, np.ndarray):
+        raise UserError(f"{path}: holds several arrays; give an .npy file with the token ids alone")
+    if tokens_BT.ndim != 2 or not np.issubdtype(tokens_BT.dtype, np.integer) or tokens_BT.size == 0:
+        raise UserError(f"{path}: must hold integer token ids [B, T], at least one; found {tokens_BT.dtype} {list(tokens_BT.shape)}")
+    return tokens_BT
+
+
+def _check_range(tokens_BT: np.ndarray, vocab_size: int, path: Path) -> None:
+    lowest, highest = int(tokens_BT.min()), int(tokens_BT.max())
+    if lowest < 0 or highest >= vocab_size:
+        raise UserError(f"{path}: token ids run from {lowest} to {highest}, but the model's vocabulary is 0 to {vocab_size - 1}")
+
+
+def load_model(folder: Path) -> tuple[ModelConfig, Any]:
+    """The configuration, computing in float32, and the parameters of a run folder's newest checkpoint or of a Hugging Face folder.
+
+    Raises:
+        UserError: the folder is neither, or what it holds is damaged or does not fit together.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a run folder or a Hugging Face folder")
+    import jax
+
+    from k3train.interop import hugging_face
+    from k3train.models import stacks
+    from k3train.models.parameters import abstract
+
+    if hugging_face.is_checkpoint(folder):
+        config = hugging_face.read_config(folder)
+        config = dataclasses.replace(config, dtypes=dataclasses.replace(config.dtypes, parameters="float32", compute="float32"))
+        return config, stacks.stack(hugging_face.read_checkpoint(folder, config), config)
+
+    from k3train.train import loop
+    from k3train.train.checkpoints import Checkpoints
+
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{folder}: neither a run folder nor a Hugging Face folder; both hold a config.json")
+    config = saved_experiment(folder).model
+    config = dataclasses.replace(config, dtypes=dataclasses.replace(config.dtypes, compute="float32"))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    _, params, _ = abstract(config)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), params)
+    with Checkpoints(folder / loop.CHECKPOINTS_FOLDER, config) as saves:
+        return config, saves.restore_params(target)
+
+
+def write_logits(config: ModelConfig, params: Any, tokens_BT: np.ndarray, out: Path, batch_size: int) -> None:
+    """Runs the model on `batch_size` rows at a time, each row one document, and writes float32 logits [B, T, V] to `out`.
+
+    Matmuls run at the highest precision, so that accelerators give float32 results too. The file appears at `out` when it is whole.
+    """
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from k3train.models.layout import LocalLayout
+    from k3train.models.parameters import abstract
+
+    graphdef, _, _ = abstract(config)
+    B, T = tokens_BT.shape
+    rows = min(batch_size, B)
+
+    @jax.jit
+    def logits_of(params: Any, tokens_BT: jax.Array) -> jax.Array:
+        decoder = nnx.merge(graphdef, params)
+        return decoder(tokens_BT, jax.numpy.zeros_like(tokens_BT), layout=LocalLayout()).logits_BTV
+
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        logits_BTV = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=(B, T, config.vocab_size))
+        with jax.default_matmul_precision("highest"):
+            for start in range(0, B, rows):
+                batch_BT = tokens_BT[start : start + rows].astype(np.int32)
+                padded_BT = np.pad(batch_BT, ((0, rows - len(batch_BT)), (0, 0)))  # one compilation for all batches
+                logits_BTV[start : start + rows] = np.asarray(logits_of(params, padded_BT))[: len(batch_BT)]
+        logits_BTV.flush()
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)

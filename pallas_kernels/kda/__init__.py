@@ -1,0 +1,82 @@
+"""Kimi Delta Attention: one function, several forms that agree in values and gradients.
+
+`recurrent` is the definition, `chunked` the XLA form to train with. B batch, T tokens, H heads, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Literal
+
+import jax
+
+from pallas_kernels.kda.checks import check_arguments
+from pallas_kernels.kda.chunked import chunk_transition, kda_chunked
+from pallas_kernels.kda.recurrent import kda_recurrent
+
+__all__ = ["Implementation", "chunk_transition", "kda"]
+
+Implementation = Literal["recurrent", "chunked"]
+
+_logger = logging.getLogger(__name__)
+
+
+def kda(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    gate_BTHK: jax.Array,
+    beta_BTH: jax.Array,
+    a_log_H: jax.Array,
+    dt_bias_HK: jax.Array,
+    *,
+    lower_bound: float,
+    segment_ids_BT: jax.Array | None = None,
+    initial_state_BHKV: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Kimi Delta Attention, report section 2.1 equations 1 to 6.
+
+    Per head, with S the state [K, V], q and k divided by sqrt(sum x^2 + 1e-6), q then by sqrt(K), beta = sigmoid(beta logit) and
+    log decay g = lower_bound * sigmoid(exp(a_log) * (gate + dt_bias)):
+
+        S <- diag(exp(g)) S;    S <- S + beta k (v - S^T k)^T;    o = S^T q.
+
+    Args:
+        q_BTHK: queries, any floating dtype (as the other inputs); bf16 and float32 compute in float32, float64 in float64.
+        k_BTHK: keys.
+        v_BTHV: values.
+        gate_BTHK: raw decay logits, before bias, scale and sigmoid.
+        beta_BTH: raw step-size logits, before the sigmoid.
+        a_log_H: log of each head's gate scale.
+        dt_bias_HK: bias of the gate.
+        lower_bound: the log decay's bound, in [-5, 0).
+        segment_ids_BT: signed integers; documents >= 0, -1 is padding (no state update, zero output). The state restarts where the id
+            differs from that of the real token before; padding in between does not count.
+        initial_state_BHKV: state before the row's first document; zero if None.
+        implementation: the form to use; None picks one and logs the choice once.
+
+    Returns:
+        The output o_BTHV in v's dtype, and the last real document's final state [B, H, K, V] in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: an argument's shape, dtype or value does not fit; the message names it.
+    """
+    arguments = (q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK)
+    check_arguments(
+        *arguments, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV
+    )
+    if implementation is None:
+        implementation = _choose(jax.default_backend())
+    if implementation not in ("recurrent", "chunked"):
+        raise ValueError(f'implementation must be "recurrent", "chunked" or None, got {implementation!r}')
+    form = kda_recurrent if implementation == "recurrent" else kda_chunked
+    return form(*arguments, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV)
+
+
+@functools.cache
+def _choose(platform: str) -> Implementation:
+    """The form for a platform; cached, so that each choice is logged once."""
+    _logger.info("KDA on %s: chunked (XLA)", platform)
+    return "chunked"

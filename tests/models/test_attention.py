@@ -1,0 +1,62 @@
+"""Softmax attention in XLA: blocks of queries, documents, padding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3train.models import attention
+from k3train.models.attention import causal_attention
+
+
+def inputs(tokens: int, batch: int = 2):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, do = (jax.random.normal(key, (batch, tokens, 2, width)) for key, width in zip(keys, (12, 12, 8, 8), strict=True))
+    segment_ids = jnp.stack([jnp.arange(tokens) // 7, jnp.where(jnp.arange(tokens) < tokens - 5, 0, -1)]).astype(jnp.int32)
+    return q, k, v, do, segment_ids
+
+
+def reference(q, k, v, segment_ids, scale):
+    """Row by row in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    o, largest = np.zeros(v.shape), np.full(q.shape[2], -np.inf)
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        seen = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t] >= 0]
+        if seen:
+            logits = scale * k[b, seen, h] @ q[b, t, h]
+            largest[h] = max(largest[h], logits.max())
+            p = np.exp(logits - logits.max())
+            o[b, t, h] = p / p.sum() @ v[b, seen, h]
+    return o, largest
+
+
+@pytest.mark.numerics
+def test_documents_and_padding():
+    q, k, v, _, segment_ids = inputs(33)
+    o, max_logit = jax.jit(lambda *a: causal_attention(*a, scale=0.3, segment_ids_BT=segment_ids))(q, k, v)
+    expected, largest = reference(q, k, v, np.asarray(segment_ids), 0.3)
+    np.testing.assert_allclose(o, expected, atol=2e-6)
+    np.testing.assert_allclose(max_logit, largest, rtol=1e-5)
+    assert not np.any(o[1, -5:])
+
+
+@pytest.mark.numerics
+def test_blocks_of_queries_change_nothing(monkeypatch):
+    q, k, v, do, segment_ids = inputs(50)
+
+    def run(q, k, v):
+        o, max_logit = causal_attention(q, k, v, scale=0.3, segment_ids_BT=segment_ids, query_block=16)
+        return jnp.sum(o * do), (o, max_logit)
+
+    direct = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    monkeypatch.setattr(attention, "DIRECT_LIMIT", 8)
+    blocked = jax.jit(jax.value_and_grad(lambda *a: run(*a), argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), blocked, direct)
+
+
+def test_bfloat16_keeps_a_float32_output():
+    q, k, v, _, segment_ids = inputs(9)
+    o, max_logit = causal_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), scale=0.3, segment_ids_BT=segment_ids)
+    assert o.dtype == max_logit.dtype == jnp.float32

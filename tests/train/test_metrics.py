@@ -1,0 +1,29 @@
+"""The metrics file, across crashes and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from k3train.train import metrics
+
+
+def test_values_come_back_with_all_their_bits(tmp_path: Path):
+    loss = np.float32(1.0) / np.float32(3.0)
+    with metrics.JsonLines(tmp_path / "m.jsonl") as writer:
+        writer.write(1, {"loss": loss, "load": np.array([1.5, 2.0], np.float32), "tokens": 7})
+        assert metrics.read(tmp_path / "m.jsonl") == [{"step": 1, "loss": float(loss), "load": [1.5, 2.0], "tokens": 7}]
+    assert np.float32(metrics.read(tmp_path / "m.jsonl")[0]["loss"]) == loss
+
+
+def test_resume_drops_what_lies_beyond_its_step_and_a_torn_line(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)) + '{"step": 2, "heldo')
+    with metrics.JsonLines(path, resume_step=2) as writer:
+        writer.write(3, {"heldout_loss": 0.25})
+    assert [line["step"] for line in metrics.read(path)] == [1, 2, 3]
+    assert metrics.last_step_with("heldout_loss", path) == 3
+    assert metrics.last_step_with("grad_norm", path) is None
+    assert [child.name for child in tmp_path.iterdir()] == ["m.jsonl"]
