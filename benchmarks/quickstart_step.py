@@ -72,7 +72,8 @@ def main() -> None:
     for name, values in times.items():
         print(f"{name:12}  median {statistics.median(values):7.1f} ms  (from {min(values):.1f} to {max(values):.1f})")
     whole, without = (statistics.median(values) for values in times.values())
-    print(f"KDA takes {100 * (1 - without / whole):.0f} % of the step; jax {jax.__version__}, {jax.devices()[0].device_kind}, {ROUNDS} x {STEPS} steps")
+    device = jax.devices()[0].device_kind
+    print(f"KDA takes {100 * (1 - without / whole):.0f} % of the step; jax {jax.__version__}, {device}, {ROUNDS} x {STEPS} steps")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from k3train.config import (
 
 
 def experiment() -> Experiment:
-    """1.6 M parameters, 1.0 M of them active per byte; 4 x 256 bytes per step."""
+    """1.6 M parameters, 1.0 M of them active per byte; 2 x 256 bytes per step: many small steps."""
     return Experiment(
         name="quickstart",
         model=ModelConfig(
@@ -37,12 +37,13 @@ def experiment() -> Experiment:
             kda=KDAConfig(num_heads=4, head_dim=32),
             mla=MLAConfig(num_heads=4, q_lora_rank=64, kv_lora_rank=32, nope_head_dim=32, rope_head_dim=16, v_head_dim=32),
             moe=LatentMoEConfig(num_experts=16, experts_per_token=4, latent_dim=64, expert_dim=64, num_shared_experts=1),
+            init_std=0.07,  # near 1 / sqrt(d_model); the released 0.02 fits a width of 7168
             dtypes=DtypePolicy(compute="float32"),
             remat="none",
         ),
-        data=DataConfig(sequence_length=256, batch_size=4),
-        schedule=ScheduleConfig(steps=800, warmup_fraction=0.05),
+        data=DataConfig(sequence_length=256, batch_size=2),
+        schedule=ScheduleConfig(steps=1000, warmup_fraction=0.05),
         optimizer=OptimizerConfig(peak_lr=3e-3),
-        checkpoint=CheckpointConfig(every_steps=200),
-        evaluation=EvaluationConfig(every_steps=200),
+        checkpoint=CheckpointConfig(every_steps=250),
+        evaluation=EvaluationConfig(every_steps=250, batches=64),
     )

@@ -236,9 +236,9 @@ def _broken_rules(experiment: Experiment) -> Iterator[str]:
     if not -5.0 <= model.kda.gate_lower_bound < 0.0:
         yield f"model.kda.gate_lower_bound = {model.kda.gate_lower_bound}: must be in [-5, 0), else a 16-token tile overflows"
     if model.moe.experts_per_token > model.moe.num_experts:
-        yield f"model.moe.experts_per_token = {model.moe.experts_per_token}: only model.moe.num_experts = {model.moe.num_experts} experts exist"
+        yield f"model.moe.experts_per_token = {model.moe.experts_per_token}: model.moe.num_experts = {model.moe.num_experts} is fewer"
     if model.num_dense_layers > model.num_layers:
-        yield f"model.num_dense_layers = {model.num_dense_layers}: only model.num_layers = {model.num_layers} layers exist"
+        yield f"model.num_dense_layers = {model.num_dense_layers}: only model.num_layers = {model.num_layers} exist"
     if not 0.0 < data.heldout_fraction < 1.0:
         yield f"data.heldout_fraction = {data.heldout_fraction}: must lie between 0 and 1"
     fsdp = mesh.fsdp or 1  # unknown until the devices are

@@ -16,7 +16,13 @@ DIRECT_LIMIT = 1024  # up to here all logits of a row are held at once
 
 
 def causal_attention(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, *, scale: float, segment_ids_BT: jax.Array | None = None, query_block: int = 256
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    *,
+    scale: float,
+    segment_ids_BT: jax.Array | None = None,
+    query_block: int = 256,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(scale * q k^T + causal and document mask) v, softmax in at least float32 (report eq. 7).
 

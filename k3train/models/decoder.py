@@ -7,6 +7,7 @@ Legend: B batch, T tokens, D model, V vocabulary, N completed blocks.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,8 @@ class DecoderLayer(nnx.Module):
 
 class Trace(NamedTuple):
     """What happens inside, for tests: running sums [L, B, T, D], blocks [N, B, T, D], number of blocks after each layer
-    (the embedding counts), last hidden state [B, T, D], chosen experts [MoE layer, B, T, k]."""
+    (the embedding counts), last hidden state [B, T, D], chosen experts [MoE layer, B, T, k].
+    """
 
     running_sums: jax.Array
     blocks: jax.Array
@@ -79,7 +81,8 @@ class Trace(NamedTuple):
 
 class DecoderOutput(NamedTuple):
     """Logits [B, T, V] in at least float32, and per-layer reports stacked by layer: `expert_load` int32 [MoE layers, E],
-    `max_logit` [MLA layers, H]."""
+    `max_logit` [MLA layers, H].
+    """
 
     logits_BTV: jax.Array
     aux: Report
@@ -128,7 +131,11 @@ class Decoder(nnx.Module):
         hidden_BTD = self.norm(self.output_res(blocks, running_BTD))
         aux = _stack_reports(reports)
         expert_ids = aux.pop("expert_ids", jnp.zeros((0, *tokens_BT.shape, 0), jnp.int32))
-        traced = Trace(jnp.stack(sums), jnp.stack([block.value_BTD for block in blocks]), tuple(num_blocks), hidden_BTD, expert_ids) if trace else None
+        traced = (
+            Trace(jnp.stack(sums), jnp.stack([block.value_BTD for block in blocks]), tuple(num_blocks), hidden_BTD, expert_ids)
+            if trace
+            else None
+        )
         return DecoderOutput(self.head(hidden_BTD), aux, traced)
 
 
@@ -157,49 +164,58 @@ class Head(nnx.Module):
 
 
 def _run_group(
-    layers: Any, group: stacks.Group, config: ModelConfig, blocks: tuple[Source, ...], running_BTD: jax.Array, segment_ids_BT: jax.Array,
-    layout: Layout, opens_block: bool,
-) -> tuple[jax.Array, dict[int, Report], list[jax.Array]]:  # fmt: skip
+    layers: Any,
+    group: stacks.Group,
+    config: ModelConfig,
+    blocks: tuple[Source, ...],
+    running_BTD: jax.Array,
+    segment_ids_BT: jax.Array,
+    layout: Layout,
+    opens_block: bool,
+) -> tuple[jax.Array, dict[int, Report], list[jax.Array]]:
     """Scans the repeats of a pattern; completed blocks are closed over, so that each is kept once."""
     split = [graph_and_params(layer) for layer in layers]
+    graphdefs, params = [graphdef for graphdef, _ in split], [params for _, params in split]
 
-    def run_layer(position: int, params: Any, running_BTD: jax.Array, starts_block: bool | jax.Array) -> tuple[jax.Array, Report]:
-        running_BTD, report = nnx.merge(split[position][0], params)(blocks, running_BTD, starts_block, segment_ids_BT, layout)
+    def run_layer(graphdef: Any, params: Any, running_BTD: jax.Array, starts_block: jax.Array) -> tuple[jax.Array, Report]:
+        running_BTD, report = nnx.merge(graphdef, params)(blocks, running_BTD, starts_block, segment_ids_BT, layout)
         report.pop("expert_ids", None)
         return running_BTD, report
 
-    def run_pattern(running_BTD: jax.Array, xs: tuple[Any, bool | jax.Array]) -> tuple[jax.Array, list[Report]]:
-        params, starts_block = xs
+    def run_pattern(running_BTD: jax.Array, repeat: tuple[Any, jax.Array]) -> tuple[jax.Array, list[Report]]:
+        params, starts_block = repeat
         reports = []
-        for position, layer_params in enumerate(params):
-            body = lambda p, x, s, position=position: run_layer(position, p, x, s)  # noqa: E731
-            starts = starts_block if position == 0 else False
+        for position, (graphdef, layer_params) in enumerate(zip(graphdefs, params, strict=True)):
+            layer = partial(run_layer, graphdef)
             if config.remat == "layer":
-                static = () if isinstance(starts, jax.Array) else (2,)
-                body = jax.checkpoint(body, prevent_cse=group.repeats == 1, static_argnums=static)
-            running_BTD, report = body(layer_params, running_BTD, starts)
+                layer = jax.checkpoint(layer, prevent_cse=group.repeats == 1)  # a scan keeps the two passes apart by itself
+            running_BTD, report = layer(layer_params, running_BTD, starts_block & (position == 0))
             reports.append(report)
         return running_BTD, reports
 
-    params = [params for _, params in split]
+    starts_R = (jnp.arange(group.repeats) == 0) & opens_block
     if group.repeats == 1:
-        running_BTD, reports = run_pattern(running_BTD, (jax.tree.map(lambda leaf: leaf[0], params), opens_block))
+        running_BTD, reports = run_pattern(running_BTD, (jax.tree.map(lambda leaf: leaf[0], params), starts_R[0]))
         return running_BTD, {group.layer(0, position): report for position, report in enumerate(reports)}, []
-    starts_R = (jnp.arange(group.repeats) == 0) if opens_block else None
-    step = run_pattern if opens_block else lambda carry, xs: run_pattern(carry, (xs[0], False))
-    running_BTD, stacked = jax.lax.scan(step, running_BTD, (params, starts_R))
-    reports_by_layer = {
+    running_BTD, reports_R = jax.lax.scan(run_pattern, running_BTD, (params, starts_R))
+    by_layer = {
         group.layer(repeat, position): {name: value[repeat] for name, value in report.items()}
-        for position, report in enumerate(stacked)
+        for position, report in enumerate(reports_R)
         for repeat in range(group.repeats)
     }
-    return running_BTD, reports_by_layer, []
+    return running_BTD, by_layer, []
 
 
 def _trace_group(
-    layers: Any, group: stacks.Group, config: ModelConfig, blocks: tuple[Source, ...], running_BTD: jax.Array, segment_ids_BT: jax.Array,
-    layout: Layout, opens_block: bool,
-) -> tuple[jax.Array, dict[int, Report], list[jax.Array]]:  # fmt: skip
+    layers: Any,
+    group: stacks.Group,
+    config: ModelConfig,
+    blocks: tuple[Source, ...],
+    running_BTD: jax.Array,
+    segment_ids_BT: jax.Array,
+    layout: Layout,
+    opens_block: bool,
+) -> tuple[jax.Array, dict[int, Report], list[jax.Array]]:
     """Runs a group layer by layer and keeps the running sum after each."""
     reports, sums = {}, []
     split = [graph_and_params(layer) for layer in layers]

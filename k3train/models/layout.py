@@ -25,13 +25,24 @@ class Layout(Protocol):
     """Where kernel choice and parallelism meet. Shapes are global; dtypes as in the functions that are named."""
 
     def kda(
-        self, q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, gate_BTHK: jax.Array, beta_BTH: jax.Array, a_log_H: jax.Array, dt_bias_HK: jax.Array,
-        *, lower_bound: float, segment_ids_BT: jax.Array,
-    ) -> jax.Array:  # fmt: skip
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHV: jax.Array,
+        gate_BTHK: jax.Array,
+        beta_BTH: jax.Array,
+        a_log_H: jax.Array,
+        dt_bias_HK: jax.Array,
+        *,
+        lower_bound: float,
+        segment_ids_BT: jax.Array,
+    ) -> jax.Array:
         """Kimi Delta Attention from raw gates, states zero at the start of each row; o [B, T, H, V]."""
         ...
 
-    def attention(self, q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, *, scale: float, segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attention(
+        self, q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, *, scale: float, segment_ids_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """`attention.causal_attention`: o [B, T, H, V] and the largest logit of each head [H]."""
         ...
 
@@ -40,9 +51,16 @@ class Layout(Protocol):
         ...
 
     def experts(
-        self, z_BTL: jax.Array, expert_ids_BTk: jax.Array, weights_BTk: jax.Array, w_gate_ELF: jax.Array, w_up_ELF: jax.Array, w_down_EFL: jax.Array,
-        *, activation: Activation,
-    ) -> jax.Array:  # fmt: skip
+        self,
+        z_BTL: jax.Array,
+        expert_ids_BTk: jax.Array,
+        weights_BTk: jax.Array,
+        w_gate_ELF: jax.Array,
+        w_up_ELF: jax.Array,
+        w_down_EFL: jax.Array,
+        *,
+        activation: Activation,
+    ) -> jax.Array:
         """sum_j weight_j * expert_{id_j}(z), combined in at least float32; u [B, T, L]."""
         ...
 

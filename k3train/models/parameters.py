@@ -24,8 +24,10 @@ Axes = tuple[str, ...]
 class Initial(Protocol):
     """Maps noise to first values; hashable, since it is part of a module's static structure."""
 
-    noise: str
-    """`normal` for N(0, 1), `uniform` for U[0, 1), `none`."""
+    @property
+    def noise(self) -> str:
+        """`normal` for N(0, 1), `uniform` for U[0, 1), `none`."""
+        ...
 
     def __call__(self, noise: jax.Array) -> jax.Array:
         """Values of the noise's shape and dtype."""

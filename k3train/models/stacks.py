@@ -76,7 +76,9 @@ def unstack(params: Tree, config: ModelConfig) -> Tree:
     for index, group in enumerate(groups(config)):
         for position in range(group.unit):
             for repeat in range(group.repeats):
-                layers[group.layer(repeat, position)] = jax.tree.map(lambda leaf, r=repeat: _take(leaf, r), params["groups"][index][position])
+                layers[group.layer(repeat, position)] = jax.tree.map(
+                    lambda leaf, r=repeat: _take(leaf, r), params["groups"][index][position]
+                )
     rest = {name: subtree for name, subtree in params.items() if name != "groups"}
     return {**rest, "layers": {str(layer): layers[layer] for layer in sorted(layers)}}
 
@@ -86,7 +88,9 @@ def stack(canonical: Tree, config: ModelConfig) -> Tree:
     layers = canonical["layers"]
     stored = {
         index: {
-            position: jax.tree.map(lambda *leaves: _join(leaves), *(layers[str(group.layer(repeat, position))] for repeat in range(group.repeats)))
+            position: jax.tree.map(
+                lambda *leaves: _join(leaves), *(layers[str(group.layer(repeat, position))] for repeat in range(group.repeats))
+            )
             for position in range(group.unit)
         }
         for index, group in enumerate(groups(config))

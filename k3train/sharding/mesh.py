@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ AXES = ("replica", "fsdp")  # outermost first: replicas may sit on a slower netw
 ROWS = AXES  # axes over which the rows of a batch are split
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over all devices; `fsdp = None` takes what the other degrees leave. Axes are Auto: state and batches carry
     stated shardings, and collectives that matter are written out.
 
@@ -27,5 +28,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     fsdp = config.fsdp if config.fsdp is not None else max(count // config.replica, 1)
     if config.replica * fsdp != count:
         hint = f"set mesh.fsdp = {count // config.replica}" if count % config.replica == 0 else f"set mesh.replica to a divisor of {count}"
-        raise UserError(f"mesh.replica * mesh.fsdp = {config.replica} * {fsdp} = {config.replica * fsdp}, but there are {count} devices: {hint}.")
+        raise UserError(
+            f"mesh.replica * mesh.fsdp = {config.replica} * {fsdp} = {config.replica * fsdp}, but there are {count} devices: {hint}."
+        )
     return Mesh(np.asarray(devices).reshape(config.replica, fsdp), AXES, axis_types=(AxisType.Auto,) * len(AXES))

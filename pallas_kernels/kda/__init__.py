@@ -64,9 +64,7 @@ def kda(
         ValueError: an argument's shape, dtype or value does not fit; the message names it.
     """
     arguments = (q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK)
-    check_arguments(
-        *arguments, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV
-    )
+    check_arguments(*arguments, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV)
     if implementation is None:
         implementation = _choose(jax.default_backend())
     if implementation not in ("recurrent", "chunked"):

@@ -24,6 +24,18 @@ class _Static(NamedTuple):
     style: MatmulStyle
 
 
+class _Raw(NamedTuple):
+    """The inputs as given."""
+
+    q_BTHK: jax.Array
+    k_BTHK: jax.Array
+    v_BTHV: jax.Array
+    gate_BTHK: jax.Array
+    beta_BTH: jax.Array
+    a_log_H: jax.Array
+    dt_bias_HK: jax.Array
+
+
 class _Chunks(NamedTuple):
     """All chunks in the WY form: o = q S + scores (u - w S) and S' = decay S + k_end^T (u - w S)."""
 
@@ -36,7 +48,7 @@ class _Chunks(NamedTuple):
 
 
 def default_chunk_size(tokens: int, platform: str) -> int:
-    """64 on accelerators, 16 on CPUs (measured), and no longer than the row rounded up to a power of two of tiles."""
+    """16 on CPUs, where it was fastest for K of 32 and 64; 64 on accelerators, or the fewest doubled tiles that hold the row."""
     size = TILE
     while platform != "cpu" and size < min(64, tokens):
         size *= 2
@@ -68,7 +80,8 @@ def kda_chunked(
         initial_state_BHKV = jnp.zeros((batch, heads, width, v_BTHV.shape[-1]), dtype)
     documents = None if segment_ids_BT is None else number_documents(segment_ids_BT)
     static = _static(v_BTHV, lower_bound, chunk_size)
-    return _chunked(static, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV.astype(dtype), documents)
+    raw = _Raw(q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK)
+    return _chunked(static, raw, initial_state_BHKV.astype(dtype), documents)
 
 
 def chunk_transition(
@@ -92,23 +105,24 @@ def chunk_transition(
     static = _static(v_BTHV, lower_bound, chunk_size)
 
     @jax.checkpoint
-    def transition(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k_BTHK = inputs[0]
-        chunks = _wy(static, documents, k_BTHK, *inputs)
-        batch, _, heads, width = k_BTHK.shape
+    def transition(raw: _Raw) -> tuple[jax.Array, jax.Array]:
+        chunks = _wy(static, documents, raw)
+        batch, _, heads, width = raw.k_BTHK.shape
         identity_BHKK = jnp.broadcast_to(jnp.eye(width, dtype=chunks.w_NBHCK.dtype), (batch, heads, width, width))
+        zero_BHKV = jnp.zeros((batch, heads, width, raw.v_BTHV.shape[-1]), identity_BHKK.dtype)
         # The identity's response is M: its columns ride in the scan beside those of the zero state, without writes.
-        start = jnp.concatenate([identity_BHKK, jnp.zeros((batch, heads, width, v_BTHV.shape[-1]), identity_BHKK.dtype)], axis=-1)
-        widened_u = jnp.concatenate([jnp.zeros_like(chunks.w_NBHCK), chunks.u_NBHCV], axis=-1)
-        final, _ = _scan_states(static, chunks._replace(u_NBHCV=widened_u), start)
-        return final[..., :width], final[..., width:]
+        u_NBHCKV = jnp.concatenate([jnp.zeros_like(chunks.w_NBHCK), chunks.u_NBHCV], axis=-1)
+        start_BHKKV = jnp.concatenate([identity_BHKK, zero_BHKV], axis=-1)
+        final_BHKKV, _ = _scan_states(static, chunks._replace(u_NBHCV=u_NBHCKV), start_BHKKV)
+        return final_BHKKV[..., :width], final_BHKKV[..., width:]
 
-    return transition(k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK)
+    # Queries move no state; their place is filled and their products are dropped.
+    return transition(_Raw(k_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK))
 
 
 def _static(v_BTHV: jax.Array, lower_bound: float, chunk_size: int | None) -> _Static:
-    # 16-bit inputs: one pass of the matmul unit (TF32 on GPUs, BF16 on TPUs) keeps more than the inputs hold. The inverse is
-    # at HIGHEST in any case.
+    # 16-bit inputs: one pass of the matmul unit on float32 operands (TF32 on GPUs, BF16 on TPUs) with float32 accumulation rounds
+    # no more than the inputs are. The inverse and the sums of log decays are at HIGHEST in any case.
     precision = jax.lax.Precision.DEFAULT if v_BTHV.dtype.itemsize == 2 else HIGHEST
     platform = jax.default_backend()
     size = default_chunk_size(v_BTHV.shape[1], platform) if chunk_size is None else chunk_size
@@ -118,22 +132,26 @@ def _static(v_BTHV: jax.Array, lower_bound: float, chunk_size: int | None) -> _S
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(static, q, k, v, gate, beta, a_log, dt_bias, initial_state_BHKV, documents):
-    return _chunked_forward(static, q, k, v, gate, beta, a_log, dt_bias, initial_state_BHKV, documents)[0]
+def _chunked(static: _Static, raw: _Raw, initial_state_BHKV: jax.Array, documents: Documents | None) -> tuple[jax.Array, jax.Array]:
+    return _chunked_forward(static, raw, initial_state_BHKV, documents)[0]
 
 
-def _chunked_forward(static, q, k, v, gate, beta, a_log, dt_bias, initial_state_BHKV, documents):
-    chunks = _wy(static, documents, q, k, v, gate, beta, a_log, dt_bias)
+def _chunked_forward(
+    static: _Static, raw: _Raw, initial_state_BHKV: jax.Array, documents: Documents | None
+) -> tuple[tuple[jax.Array, jax.Array], tuple[_Raw, Documents | None, jax.Array]]:
+    chunks = _wy(static, documents, raw)
     final_state_BHKV, (state_NBHKV, write_NBHCV) = _scan_states(static, chunks, initial_state_BHKV)
     o_NBHCV = matmul(static.style, chunks.q_NBHCK, state_NBHKV) + matmul(static.style, chunks.scores_NBHCC, write_NBHCV)
-    o_BTHV = _from_chunks(o_NBHCV, v.shape[1]).astype(v.dtype)
-    return (o_BTHV, final_state_BHKV), (q, k, v, gate, beta, a_log, dt_bias, documents, state_NBHKV)
+    o_BTHV = _from_chunks(o_NBHCV, raw.v_BTHV.shape[1]).astype(raw.v_BTHV.dtype)
+    return (o_BTHV, final_state_BHKV), (raw, documents, state_NBHKV)
 
 
-def _chunked_backward(static, residuals, cotangents):
-    *inputs, documents, state_NBHKV = residuals
+def _chunked_backward(
+    static: _Static, residuals: tuple[_Raw, Documents | None, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[_Raw, jax.Array, None]:
+    raw, documents, state_NBHKV = residuals
     d_o_BTHV, d_final_BHKV = cotangents
-    chunks, pull_back = jax.vjp(partial(_wy, static, documents), *inputs)
+    chunks, pull_back = jax.vjp(partial(_wy, static, documents), raw)
     d_o_NBHCV = _to_chunks(d_o_BTHV.astype(state_NBHKV.dtype), static.chunk_size)
 
     write_NBHCV = chunks.u_NBHCV - matmul(static.style, chunks.w_NBHCK, state_NBHKV)
@@ -156,17 +174,18 @@ def _chunked_backward(static, residuals, cotangents):
         k_end_NBHCK=matmul_nt(static.style, write_NBHCV, d_after_NBHKV),
         decay_NBHK=jnp.sum(state_NBHKV * d_after_NBHKV, axis=-1),
     )
-    return *pull_back(d_chunks), d_initial_BHKV, None
+    (d_raw,) = pull_back(d_chunks)
+    return d_raw, d_initial_BHKV, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _wy(static, documents, q, k, v, gate, beta, a_log, dt_bias) -> _Chunks:
+def _wy(static: _Static, documents: Documents | None, raw: _Raw) -> _Chunks:
     """Everything that needs no state, for all chunks at once."""
-    dtype, size = compute_dtype(q, k, v, gate, beta), static.chunk_size
+    size = static.chunk_size
     real_BT = None if documents is None else documents.real_BT
-    prepared = prepare(q, k, v, gate, beta, a_log, dt_bias, lower_bound=static.lower_bound, real_BT=real_BT, dtype=dtype)
+    prepared = prepare(*raw, lower_bound=static.lower_bound, real_BT=real_BT, dtype=compute_dtype(*raw[:5]))
     q_NBHCK, k_NBHCK, v_NBHCV, g_NBHCK, beta_NBHC = Prepared(*(_to_chunks(x, size) for x in prepared))
     qk, kk, q_start, k_start, k_end, decay = decayed_products(q_NBHCK, k_NBHCK, g_NBHCK, static.style)
     pairs = jnp.tril(jnp.ones((size, size), bool))
@@ -222,4 +241,3 @@ def _to_chunks(x: jax.Array, size: int) -> jax.Array:
 def _from_chunks(x_NBHCV: jax.Array, tokens: int) -> jax.Array:
     chunks, batch, heads, size, width = x_NBHCV.shape
     return jnp.moveaxis(x_NBHCV, (0, 2), (1, 3)).reshape(batch, chunks * size, heads, width)[:, :tokens]
-

@@ -70,14 +70,15 @@ def _signed_sums(chunk: int, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray, 
     """
     token = np.arange(chunk)
     middle = np.arange(TILE // 2 - 1, chunk, TILE)
-    # between[i, j, t]: token t is summed when going from i to j
-    after = lambda i, j: (token > i[..., None]) & (token <= j[..., None])  # noqa: E731
-    own = np.repeat(middle, TILE)
-    rows = after(own, token).astype(dtype) - after(token, own).astype(dtype)
-    a, b = np.broadcast_arrays(middle[:, None], token[None, :])
-    inside = (token // TILE)[None, :] <= np.arange(len(middle))[:, None]
-    columns = np.where(inside[..., None], after(b, a).astype(dtype) - after(a, b).astype(dtype), 0).reshape(-1, chunk)
-    return rows, columns, (token <= middle[:, None]).astype(dtype)
+
+    def path(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """+1 at the tokens summed when going forward from start to end, -1 when going back."""
+        start, end = start[..., None], end[..., None]
+        return ((token > start) & (token <= end)).astype(dtype) - ((token > end) & (token <= start)).astype(dtype)
+
+    tile = token // TILE
+    columns = np.where((tile <= np.arange(len(middle))[:, None])[..., None], path(token, middle[:, None]), 0)
+    return path(middle[tile], token), columns.reshape(-1, chunk), (token <= middle[:, None]).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

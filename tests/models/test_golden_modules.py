@@ -40,12 +40,16 @@ def limits(dtype: str, float32_limit: float) -> float:
 
 def config(dtype: str, **fields) -> ModelConfig:
     base = dict(
-        vocab_size=8, d_model=48, num_layers=4, dense_dim=16, attn_res_block_size=4,
+        vocab_size=8,
+        d_model=48,
+        num_layers=4,
+        dense_dim=16,
+        attn_res_block_size=4,
         kda=KDAConfig(num_heads=3, head_dim=16),
         mla=MLAConfig(num_heads=3, q_lora_rank=20, kv_lora_rank=12, nope_head_dim=16, rope_head_dim=8, v_head_dim=12),
         moe=LatentMoEConfig(num_experts=32, experts_per_token=4, latent_dim=24, expert_dim=16),
         dtypes=DtypePolicy(parameters=dtype, compute=dtype),
-    )  # fmt: skip
+    )
     return ModelConfig(**{**base, **fields})
 
 
@@ -101,28 +105,48 @@ def heads_out(weight: jax.Array, heads: int) -> jax.Array:
 
 def kda_params(get) -> dict[str, jax.Array]:
     taps = {f"{x}_conv": get(f"{x}_conv1d.weight").reshape(3, 16, 4) for x in "qkv"}
-    heads = {name: heads_in(get(f"{released}.weight"), 3) for name, released in (("q_proj",) * 2, ("k_proj",) * 2, ("v_proj",) * 2, ("gate_proj", "g_proj"))}
+    heads = {
+        name: heads_in(get(f"{released}.weight"), 3)
+        for name, released in (("q_proj",) * 2, ("k_proj",) * 2, ("v_proj",) * 2, ("gate_proj", "g_proj"))
+    }
     return {
-        **taps, **heads, "beta_proj": get("b_proj.weight").T, "decay_down": get("f_a_proj.weight").T, "decay_up": heads_in(get("f_b_proj.weight"), 3),
-        "a_log": get("A_log"), "dt_bias": get("dt_bias").reshape(3, 16), "out_norm": get("o_norm.weight"), "out_proj": heads_out(get("o_proj.weight"), 3),
-    }  # fmt: skip
+        **taps,
+        **heads,
+        "beta_proj": get("b_proj.weight").T,
+        "decay_down": get("f_a_proj.weight").T,
+        "decay_up": heads_in(get("f_b_proj.weight"), 3),
+        "a_log": get("A_log"),
+        "dt_bias": get("dt_bias").reshape(3, 16),
+        "out_norm": get("o_norm.weight"),
+        "out_proj": heads_out(get("o_proj.weight"), 3),
+    }
 
 
 def mla_params(get) -> dict[str, jax.Array]:
     return {
-        "q_down": get("q_a_proj.weight").T, "q_norm": get("q_a_layernorm.weight"), "q_up": heads_in(get("q_b_proj.weight"), 3),
-        "kv_down": get("kv_a_proj_with_mqa.weight").T, "kv_norm": get("kv_a_layernorm.weight"), "kv_up": heads_in(get("kv_b_proj.weight"), 3),
-        "gate_proj": heads_in(get("g_proj.weight"), 3), "out_proj": heads_out(get("o_proj.weight"), 3),
-    }  # fmt: skip
+        "q_down": get("q_a_proj.weight").T,
+        "q_norm": get("q_a_layernorm.weight"),
+        "q_up": heads_in(get("q_b_proj.weight"), 3),
+        "kv_down": get("kv_a_proj_with_mqa.weight").T,
+        "kv_norm": get("kv_a_layernorm.weight"),
+        "kv_up": heads_in(get("kv_b_proj.weight"), 3),
+        "gate_proj": heads_in(get("g_proj.weight"), 3),
+        "out_proj": heads_out(get("o_proj.weight"), 3),
+    }
 
 
 def moe_params(get) -> dict[str, jax.Array]:
     return {
-        "router": get("gate.weight").T, "router_bias": get("gate.e_score_correction_bias"), "latent_norm": get("routed_expert_norm.weight"),
-        "latent_down": get("routed_expert_down_proj.weight").T, "latent_up": get("routed_expert_up_proj.weight").T,
-        "w_gate": get("experts.w1.weight").swapaxes(1, 2), "w_up": get("experts.w3.weight").swapaxes(1, 2), "w_down": get("experts.w2.weight").swapaxes(1, 2),
+        "router": get("gate.weight").T,
+        "router_bias": get("gate.e_score_correction_bias"),
+        "latent_norm": get("routed_expert_norm.weight"),
+        "latent_down": get("routed_expert_down_proj.weight").T,
+        "latent_up": get("routed_expert_up_proj.weight").T,
+        "w_gate": get("experts.w1.weight").swapaxes(1, 2),
+        "w_up": get("experts.w3.weight").swapaxes(1, 2),
+        "w_down": get("experts.w2.weight").swapaxes(1, 2),
         "shared": {name: get(f"shared_experts.{name}.weight").T for name in ("gate_proj", "up_proj", "down_proj")},
-    }  # fmt: skip
+    }
 
 
 def run_module(module: nnx.Module, params, x, segment_ids, dy):
@@ -144,7 +168,8 @@ def check_trees(actual, expected, limit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "params_from", "float32_limit"), [("kda_module", KimiDeltaAttention, kda_params, 5e-5), ("mla_module", GatedMLA, mla_params, 1e-5)]
+    ("name", "module", "params_from", "float32_limit"),
+    [("kda_module", KimiDeltaAttention, kda_params, 5e-5), ("mla_module", GatedMLA, mla_params, 1e-5)],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_mixer(name, module, params_from, float32_limit, packed, dtype):
@@ -207,7 +232,9 @@ class Identity(nnx.Module):
 
 def test_attention_residual_trace(dtype, monkeypatch):
     a, limit = arrays("attnres_trace", dtype), limits(dtype, 3e-5)
-    cfg = config(dtype, vocab_size=5, d_model=16, num_layers=7, num_dense_layers=7, mixer_pattern=("kda",), last_mixer=None, attn_res_block_size=3)
+    cfg = config(
+        dtype, vocab_size=5, d_model=16, num_layers=7, num_dense_layers=7, mixer_pattern=("kda",), last_mixer=None, attn_res_block_size=3
+    )
     names = ("W_attn", "W_ffn", "ln_attn", "ln_ffn", "attn_res_gamma", "attn_res_w", "mlp_res_gamma", "mlp_res_w")
 
     def build(p):

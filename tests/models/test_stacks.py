@@ -20,12 +20,17 @@ from k3train.models.stacks import Group
 
 def config(**fields) -> ModelConfig:
     base = dict(
-        vocab_size=32, d_model=32, num_layers=9, dense_dim=32, attn_res_block_size=4,
+        vocab_size=32,
+        d_model=32,
+        num_layers=9,
+        dense_dim=32,
+        attn_res_block_size=4,
         kda=KDAConfig(num_heads=2, head_dim=16),
         mla=MLAConfig(num_heads=2, q_lora_rank=12, kv_lora_rank=8, nope_head_dim=8, rope_head_dim=4, v_head_dim=8),
         moe=LatentMoEConfig(num_experts=4, experts_per_token=2, latent_dim=16, expert_dim=8),
-        dtypes=DtypePolicy(compute="float32"), init_std=0.1,
-    )  # fmt: skip
+        dtypes=DtypePolicy(compute="float32"),
+        init_std=0.1,
+    )
     return ModelConfig(**{**base, **fields})
 
 
@@ -88,8 +93,8 @@ def test_initial_values_follow_the_report():
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_scanned_layers_equal_layers_one_by_one(remat):
-    cfg = config(num_layers=8, attn_res_block_size=8, mixer_pattern=("kda", "gated_mla"), num_dense_layers=0, last_mixer=None, remat=remat)
-    assert stacks.groups(cfg) == (Group(0, 2, 4),)
+    cfg = config(num_layers=4, attn_res_block_size=4, mixer_pattern=("kda", "gated_mla"), num_dense_layers=0, last_mixer=None, remat=remat)
+    assert stacks.groups(cfg) == (Group(0, 2, 2),)
     graphdef, _, _ = parameters.abstract(cfg)
     params = jax.jit(lambda: initialize(cfg, 0))()
     params = jax.tree.map(lambda leaf: leaf + 0.05 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params)  # queries off zero
@@ -105,7 +110,7 @@ def test_scanned_layers_equal_layers_one_by_one(remat):
     np.testing.assert_allclose(scanned, single, rtol=1e-5)
     np.testing.assert_allclose(output.aux["max_logit"], traced.aux["max_logit"], rtol=1e-4)
     np.testing.assert_array_equal(output.aux["expert_load"], traced.aux["expert_load"])
-    assert output.aux["expert_load"].shape == (8, 4) and int(output.aux["expert_load"].sum()) == 8 * 2 * 24 * 2
+    assert output.aux["expert_load"].shape == (4, 4) and int(output.aux["expert_load"].sum()) == 4 * 2 * 24 * 2
     for a, b in zip(jax.tree.leaves(d_scanned), jax.tree.leaves(d_single), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(float(jnp.abs(b).max()), 1e-3))
 
@@ -127,7 +132,7 @@ def scanned(layers: int, remat: str = "layer") -> ModelConfig:
 
 @pytest.mark.usefixtures("fresh_compilation")
 def test_compile_time_does_not_grow_with_repeats():
-    gradient(scanned(2), 1, 32).compile()  # what the first compilation of a process pays once
+    jax.jit(jnp.sin).lower(jnp.ones(3)).compile()  # what the first compilation of a process pays once
     programs, seconds = {}, {}
     for layers in (2, 16):
         start = time.process_time()
@@ -142,13 +147,13 @@ def test_compile_time_does_not_grow_with_repeats():
 def test_saved_activations_are_those_of_a_residual_network():
     """Temporaries grow per layer by at most two residual streams [B, T, D] float32; without remat by far more."""
     batch, tokens, few, many = 2, 256, 4, 12
-
-    def per_layer(remat: str) -> float:
-        used = [gradient(scanned(layers, remat), batch, tokens).compile().memory_analysis() for layers in (few, many)]
-        temporaries = [analysis.temp_size_in_bytes for analysis in used]
-        parameters_per_layer = (used[1].argument_size_in_bytes - used[0].argument_size_in_bytes) / (many - few)
-        return (temporaries[1] - temporaries[0]) / (many - few) - parameters_per_layer
-
     stream = batch * tokens * 32 * 4
-    assert per_layer("layer") <= 2.05 * stream
-    assert per_layer("none") > 6 * stream
+
+    def temporaries(layers: int, remat: str) -> float:
+        """In residual streams, beside the gradients of the layers."""
+        analysis = gradient(scanned(layers, remat), batch, tokens).compile().memory_analysis()
+        return (analysis.temp_size_in_bytes - analysis.argument_size_in_bytes) / stream
+
+    kept = temporaries(many, "layer")
+    assert kept - temporaries(few, "layer") <= 2.05 * (many - few)
+    assert temporaries(many, "none") - kept > 4 * many

@@ -19,6 +19,8 @@ from pallas_kernels.kda.recurrent import kda_recurrent
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LOWER_BOUND = -5.0
+# Compiling is most of these tests' time, and LLVM's optimisations are most of compiling.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 FORMS = {"recurrent": kda_recurrent, "chunked": kda_chunked, "chunked64": partial(kda_chunked, chunk_size=64)}
 
 
@@ -47,7 +49,7 @@ class Results(NamedTuple):
 def with_gradients(form: str) -> Callable[..., Results]:
     """Jitted (inputs, d_o, d_final, segment_ids) -> Results for one form."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def run(inputs: Inputs, d_o: jax.Array, d_final: jax.Array, segment_ids: jax.Array | None = None) -> Results:
         def call(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             return FORMS[form](*inputs[:7], lower_bound=LOWER_BOUND, segment_ids_BT=segment_ids, initial_state_BHKV=inputs.initial_state)
@@ -79,5 +81,14 @@ def assert_near(got: jax.Array, want: np.ndarray, limit: float, name: str) -> No
     """Largest difference over largest expected entry, as the golden arrays' README measures."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
+    assert np.isfinite(got).all(), f"{name}: not finite"
     error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
     assert error <= limit, f"{name}: off by {error:.2e} of the largest entry, limit {limit:g}"
+
+
+def assert_all_near(got: Results, want: Results, limit: float) -> None:
+    """`assert_near` on the output, the final state and each gradient."""
+    assert_near(got.o, want.o, limit, "o")
+    assert_near(got.final_state, want.final_state, limit, "final_state")
+    for name, a, b in zip(Inputs._fields, got.gradients, want.gradients, strict=True):
+        assert_near(a, b, limit, f"gradient of {name}")
