@@ -93,7 +93,7 @@ def test_bad_values_name_the_field(tiny_experiment, capsys, overrides, told):
 def test_rules_are_checked_after_overrides(tiny_experiment):
     message = refusal(tiny_experiment, "--model.d-model", "-16", "--model.moe.experts-per-token", "5", "--data.batch-size", "0")
     assert "model.d_model = -16: must be greater than zero" in message
-    assert "only model.moe.num_experts = 4 experts exist" in message
+    assert "model.moe.experts_per_token = 5: model.moe.num_experts = 4 is fewer" in message
     assert "data.batch_size = 0" in message
 
 

@@ -22,12 +22,12 @@ from k3train.models.decoder import DecoderOutput
 from k3train.models.layout import LocalLayout
 from k3train.models.parameters import abstract
 from tests.golden import EXACT, FOLDER, check, load
+from tests.quick import QUICK_COMPILE
 from tests.x64 import float64
 
 pytestmark = pytest.mark.numerics
 
 NO_TARGET = -100
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # compiling is nearly all that these tests do
 LENGTH = 98  # of the packed row; the plain rows have 80 tokens
 
 

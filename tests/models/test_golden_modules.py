@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,10 @@ from k3train.models.norms import gated_rms_norm
 from k3train.models.parameters import graph_and_params
 from k3train.models.short_conv import short_conv
 from tests.golden import EXACT, check, load
+from tests.quick import QUICK_COMPILE
 from tests.x64 import float64
 
+jit = partial(jax.jit, compiler_options=QUICK_COMPILE)
 pytestmark = pytest.mark.numerics
 
 
@@ -60,7 +63,7 @@ def arrays(name: str, dtype: str) -> dict[str, jax.Array]:
 def values_and_pullback(function, args, cotangent):
     """The function's value and the gradients of sum(value * cotangent), compiled as one."""
 
-    @jax.jit
+    @jit
     def run(args, cotangent):
         value, pull = jax.vjp(function, *args)
         return value, pull(cotangent)
@@ -153,7 +156,7 @@ def run_module(module: nnx.Module, params, x, segment_ids, dy):
     """Output, report, and gradients of sum(y * dy) with respect to the parameters and x."""
     graphdef, _ = graph_and_params(module)
 
-    @jax.jit
+    @jit
     def run(params, x, segment_ids, dy):
         y, pull, report = jax.vjp(lambda params, x: nnx.merge(graphdef, params)(x, segment_ids, LocalLayout()), params, x, has_aux=True)
         return y, report, *pull(dy)
@@ -254,13 +257,13 @@ def test_attention_residual_trace(dtype, monkeypatch):
     tokens = jnp.arange(5, dtype=jnp.int32)[None]
     segment_ids = jnp.zeros_like(tokens)
 
-    grads = jax.jit(jax.grad(lambda p: jnp.sum(build(p)(tokens, segment_ids, layout=LocalLayout()).logits_BTV[0] * a["do"])))(p)
+    grads = jit(jax.grad(lambda p: jnp.sum(build(p)(tokens, segment_ids, layout=LocalLayout()).logits_BTV[0] * a["do"])))(p)
     for name in p:
         check(grads[name], a[f"d_{name}"], limit, f"d_{name}")
 
     weigh, probs = attention_residuals.depth_weights, []
     monkeypatch.setattr(attention_residuals, "depth_weights", lambda *args: probs.append(weigh(*args)) or probs[-1])
-    output, probs = jax.jit(lambda p: (build(p)(tokens, segment_ids, layout=LocalLayout(), trace=True), list(probs)))(p)
+    output, probs = jit(lambda p: (build(p)(tokens, segment_ids, layout=LocalLayout(), trace=True), list(probs)))(p)
     check(output.logits_BTV[0], a["out"], limit, "out")
     check(output.trace.running_sums[:, 0], a["partial_sum_after_layer"], limit, "running sums")
     check(output.trace.blocks[:, 0], a["blocks"], limit, "blocks")

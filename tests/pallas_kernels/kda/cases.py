@@ -16,11 +16,10 @@ import numpy as np
 
 from pallas_kernels.kda.chunked import kda_chunked
 from pallas_kernels.kda.recurrent import kda_recurrent
+from tests.quick import QUICK_COMPILE
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LOWER_BOUND = -5.0
-# Compiling is most of these tests' time, and LLVM's optimisations are most of compiling.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 FORMS = {"recurrent": kda_recurrent, "chunked": kda_chunked, "chunked64": partial(kda_chunked, chunk_size=64)}
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels.kda import chunk_transition
 from pallas_kernels.kda.chunked import kda_chunked
-from tests.pallas_kernels.kda.cases import LOWER_BOUND, QUICK_COMPILE, Inputs, assert_all_near, assert_near, with_gradients
+from tests.pallas_kernels.kda.cases import LOWER_BOUND, Inputs, assert_all_near, assert_near, with_gradients
+from tests.quick import QUICK_COMPILE
 from tests.x64 import float64
 
 pytestmark = pytest.mark.numerics

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kda import chunk_transition
-from tests.pallas_kernels.kda.cases import FORMS, LOWER_BOUND, QUICK_COMPILE, Inputs, assert_near, golden_gradients, load, with_gradients
+from tests.pallas_kernels.kda.cases import FORMS, LOWER_BOUND, Inputs, assert_near, golden_gradients, load, with_gradients
+from tests.quick import QUICK_COMPILE
 from tests.x64 import float64
 
 pytestmark = pytest.mark.numerics

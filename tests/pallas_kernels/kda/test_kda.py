@@ -14,7 +14,8 @@ import pytest
 import pallas_kernels.kda as kda_package
 from pallas_kernels.kda import kda
 from pallas_kernels.kda.chunked import default_chunk_size, kda_chunked
-from tests.pallas_kernels.kda.cases import LOWER_BOUND, QUICK_COMPILE, Inputs, with_gradients
+from tests.pallas_kernels.kda.cases import LOWER_BOUND, Inputs, with_gradients
+from tests.quick import QUICK_COMPILE
 
 
 def arrays(batch: int = 1, tokens: int = 20, heads: int = 2, key_width: int = 4, value_width: int = 6, dtype: str = "float32") -> Inputs:
