@@ -17,9 +17,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import reference
 
-Implementation = Literal["xla"]
+Implementation = Literal["xla", "hopper"]
 
-_FORMS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {"xla": reference.grouped_matmul}
 _DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -36,7 +35,7 @@ def grouped_matmul(
         x_MK: bfloat16, float32 or float64 rows, those of group 0 first.
         w_EKN: one matrix per group, in the rows' dtype.
         group_sizes_E: integers >= 0, the rows of each group; their sum is at most M (not checked: they live on the device).
-        implementation: None chooses by platform and logs the choice once.
+        implementation: None is the XLA form, logged once; `hopper`, which must be asked for, needs JAX 0.11, a Hopper GPU and bf16.
 
     Returns:
         y_MN in the rows' dtype. Rows past the sum of the sizes are zero, have zero gradient and enter no matrix's gradient.
@@ -46,7 +45,7 @@ def grouped_matmul(
         TypeError: the dtypes of rows and matrices differ or are not supported, or the sizes are not integers.
     """
     _validate(x_MK, w_EKN, group_sizes_E)
-    compute = _FORMS[_choose(implementation)]
+    compute = _form(implementation, x_MK, w_EKN)
     (M, K), N = x_MK.shape, w_EKN.shape[2]
     if 0 in (M, K, N):
         return jnp.zeros((M, N), x_MK.dtype)
@@ -70,20 +69,26 @@ def _validate(x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array) -> No
         raise TypeError(f"grouped_matmul: group sizes are integers, not {group_sizes_E.dtype}.")
 
 
-def _choose(implementation: str | None) -> str:
-    """The form to run: the one asked for, else the best that the platform has."""
+def _form(implementation: str | None, x_MK: jax.Array, w_EKN: jax.Array) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """The form to run: the one asked for, else the one for every platform."""
     if implementation is None:
         _log_once(jax.default_backend())
-        return "xla"
-    if implementation not in _FORMS:
-        raise ValueError(f"grouped_matmul: implementation {implementation!r} is none of {', '.join(_FORMS)}.")
-    return implementation
+    if implementation in (None, "xla"):
+        return reference.grouped_matmul
+    if implementation != "hopper":
+        raise ValueError(f"grouped_matmul: implementation {implementation!r} is none of xla, hopper.")
+    from pallas_kernels.grouped_matmul import hopper  # JAX 0.10 cannot run it, and the import takes 0.4 s
+
+    refusal = hopper.platform_refusal() or hopper.shape_refusal(x_MK, w_EKN)
+    if refusal:
+        raise ValueError(f"grouped_matmul: implementation 'hopper' does not apply: {refusal}.")
+    return hopper.grouped_matmul
 
 
 @functools.cache
 def _log_once(platform: str) -> None:
     level = logging.INFO if platform == "cpu" else logging.WARNING
-    reason = "" if platform == "cpu" else ": there is no kernel for this platform"
+    reason = "" if platform == "cpu" else ": no kernel is chosen for this platform by itself"
     logging.getLogger(__name__).log(level, "grouped_matmul runs in its XLA form on %s%s", platform, reason)
 
 

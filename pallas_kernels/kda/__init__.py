@@ -1,12 +1,14 @@
 """Kimi Delta Attention: one function, several forms that agree in values and gradients.
 
-`recurrent` is the definition, `chunked` the XLA form to train with. B batch, T tokens, H heads, K key channels, V value channels.
+`recurrent` is the definition, `chunked` the XLA form to train with, `hopper` Mosaic GPU kernels with the chunked form's gradient.
+ B batch, T tokens, H heads, K key channels, V value channels.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -17,7 +19,7 @@ from pallas_kernels.kda.recurrent import kda_recurrent
 
 __all__ = ["Implementation", "chunk_transition", "kda"]
 
-Implementation = Literal["recurrent", "chunked"]
+Implementation = Literal["recurrent", "chunked", "hopper"]
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ def kda(
         segment_ids_BT: signed integers; documents >= 0, -1 is padding (no state update, zero output). The state restarts where the id
             differs from that of the real token before; padding in between does not count.
         initial_state_BHKV: state before the row's first document; zero if None.
-        implementation: the form to use; None picks one and logs the choice once.
+        implementation: the form to use; None picks one and logs the choice once. `hopper` must be asked for: it needs JAX 0.11, a
+            Hopper GPU, bf16 inputs and widths up to 128, and its gradient computes the chunked form again.
 
     Returns:
         The output o_BTHV in v's dtype, and the last real document's final state [B, H, K, V] in float32 (float64 for float64 inputs).
@@ -67,9 +70,14 @@ def kda(
     check_arguments(*arguments, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV)
     if implementation is None:
         implementation = _choose(jax.default_backend())
-    if implementation not in ("recurrent", "chunked"):
-        raise ValueError(f'implementation must be "recurrent", "chunked" or None, got {implementation!r}')
-    form = kda_recurrent if implementation == "recurrent" else kda_chunked
+    if implementation == "recurrent":
+        form = kda_recurrent
+    elif implementation == "chunked":
+        form = kda_chunked
+    elif implementation == "hopper":
+        form = _hopper(*arguments[:4])
+    else:
+        raise ValueError(f'implementation must be "recurrent", "chunked", "hopper" or None, got {implementation!r}')
     return form(*arguments, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV)
 
 
@@ -78,3 +86,14 @@ def _choose(platform: str) -> Implementation:
     """The form for a platform; cached, so that each choice is logged once."""
     _logger.info("KDA on %s: chunked (XLA)", platform)
     return "chunked"
+
+
+def _hopper(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, gate_BTHK: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    if jax.__version_info__ < (0, 11):
+        raise ValueError(f'implementation "hopper" needs JAX 0.11 or newer, this is {jax.__version__}')
+    from pallas_kernels.kda import hopper  # JAX 0.10 cannot import it
+
+    reason = hopper.unsupported_reason(q_BTHK, k_BTHK, v_BTHV, gate_BTHK)
+    if reason is not None:
+        raise ValueError(f'implementation "hopper" does not apply: {reason}')
+    return hopper.kda_hopper

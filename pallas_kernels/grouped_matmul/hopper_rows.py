@@ -1,0 +1,265 @@
+"""Rows times their group's matrix on Hopper: the forward grouped matmul and its gradient to rows.
+
+Both are one Mosaic GPU kernel. It computes the transposed tile, features x rows, so that the rows of a group lie on
+wgmma's N, which comes in steps of 8, and not on M, which comes in steps of 64: a group's ragged end costs less than
+`unit` rows. Two consumer warpgroups own 64 features each, a third one feeds them through a ring of TMA copies that
+runs on from tile to tile. The list of row tiles is made on the device from the group sizes (`row_tiles`).
+
+Shapes: M rows, E groups, C contracted width, F produced features (forward: C=K, F=N; gradient to rows: C=N, F=K).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.hopper_blocks import (
+    ALIGN,
+    CONSUMERS,
+    WG_FEATURES,
+    blocks,
+    released_barrier,
+    store_unswizzled,
+    tiled,
+    vary_like,
+)
+
+TILE_F = WG_FEATURES * CONSUMERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """Tiling of the rows kernel.
+
+    A group is cut into tiles of at most `max_rows`, as even as multiples of `unit` allow; each such multiple has its
+    own code. `stages` is the depth of the ring that loads fill, `slots` the number of buffers (of `unit` rows) that stores use.
+    """
+
+    max_rows: int = 256
+    unit: int = 32
+    block_c: int = 64
+    stages: int = 4
+    slots: int = 2
+    num_sms: int = 132
+
+
+def row_tiles(group_sizes_E: jax.Array, num_rows: int, config: RowsConfig) -> tuple[jax.Array, jax.Array]:
+    """Cuts every group into row tiles.
+
+    A tiled TMA box starts at a multiple of `ALIGN` rows, so a group's first tile may begin with rows of the group
+    before it, which are not stored. Rows past the sum of the sizes form one more group, number E, whose tiles the
+    kernel fills with zeros.
+
+    Returns:
+      (tiles [T, 4] int32 of (group, first row, first stored row, end of the stored rows), the latter two counted from
+      the first row; count [1] int32 of the tiles in use). T is a static bound.
+    """
+    num_groups, most_units = group_sizes_E.shape[0] + 1, config.max_rows // config.unit
+    groups = jnp.arange(num_groups)
+    before = groups[:, None] > groups[None, :]
+    # Sums under comparisons instead of cumsum and searchsorted: XLA makes a few small fusions of the whole table.
+    sizes = jnp.pad(group_sizes_E.astype(jnp.int32), (0, 1))
+    starts = jnp.sum(jnp.where(before, sizes[None, :], 0), axis=1, dtype=jnp.int32)
+    sizes = jnp.where(groups == num_groups - 1, num_rows - starts, sizes)
+    heads = jnp.where(sizes > 0, starts % ALIGN, 0)
+    num_units = (sizes + heads + config.unit - 1) // config.unit
+    num_tiles = (num_units + most_units - 1) // most_units
+    ends = jnp.sum(jnp.where(before | (groups[:, None] == groups[None, :]), num_tiles[None, :], 0), axis=1, dtype=jnp.int32)
+    slots = jnp.arange(num_rows // config.max_rows + num_groups + pl.cdiv(num_groups * ALIGN, config.max_rows) + 1, dtype=jnp.int32)
+    past_TE = ends[None, :] <= slots[:, None]
+    here_TE = ~past_TE & (ends - num_tiles <= slots[:, None])
+
+    def total(mask_TE: jax.Array, values_E: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask_TE, values_E, 0), axis=1, dtype=jnp.int32)
+
+    group, index = total(past_TE, jnp.ones_like(sizes)), slots - total(past_TE, num_tiles)
+    size, head, start = total(here_TE, sizes), total(here_TE, heads), total(here_TE, starts)
+    units, tiles = total(here_TE, num_units), jnp.maximum(total(here_TE, num_tiles), 1)
+    small, larger = units // tiles, units % tiles
+    first = (index * small + jnp.minimum(index, larger)) * config.unit
+    end = jnp.minimum((small + (index < larger)) * config.unit, size + head - first)
+    return jnp.stack([group, start - head + first, jnp.where(index == 0, head, 0), end], axis=1), ends[-1:]
+
+
+def _kernel(tiles_T4, count_1, x_MC, w_E, y_MF, x_smem, w_smem, y_smem, ragged_smem, full, empty, *, config, num_groups, transpose_w):
+    features, steps = y_MF.shape[1], pl.cdiv(x_MC.shape[1], config.block_c)
+    feature_tiles, stages, unit = pl.cdiv(features, TILE_F), jnp.int32(config.stages), config.unit
+    worker, wg = lax.axis_index("worker"), lax.axis_index("wg")
+    total = count_1[0] * feature_tiles
+    num_local = lax.div(total - worker + (config.num_sms - 1), jnp.int32(config.num_sms))
+
+    def lookup(local):
+        """(group, first row, first stored, end of stored, feature tile) of this block's tile `local`, or the last tile's."""
+        linear = jnp.minimum(local * config.num_sms + worker, jnp.maximum(total - 1, 0))
+        tile = lax.div(linear, jnp.int32(feature_tiles))
+        return *(tiles_T4[tile, i] for i in range(4)), lax.rem(linear, jnp.int32(feature_tiles))
+
+    def for_each_tile(body):
+        def step(local, carry):
+            entry, done = carry
+            following = lookup(local + 1)  # asked for now, needed after this tile
+            group, first, stored, end, feature_tile = entry
+            num_steps = jnp.where(group < num_groups, jnp.int32(steps), jnp.int32(0))
+            body(group, pl.multiple_of(first, ALIGN), stored, end, feature_tile * TILE_F, num_steps, done)
+            return following, done + num_steps
+
+        return lax.fori_loop(jnp.int32(0), num_local, step, (lookup(jnp.int32(0)), jnp.int32(0)))[1]
+
+    def for_tile_rows(end, body):
+        """Runs the body with the tile's rows as a static number: `end` rounded up to whole units."""
+        for rows in range(unit, config.max_rows + 1, unit):
+            pl.when((end > rows - unit) & (end <= rows))(functools.partial(body, rows))
+
+    @pl.when(wg == CONSUMERS)
+    def _produce():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load_tile(group, first, stored, end, feature, num_steps, done):
+            del stored
+
+            @pl.loop(jnp.int32(0), num_steps)
+            def _step(step):
+                slot = lax.rem(done + step, stages)
+
+                @pl.when(done + step >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                at_c = pl.ds(step * config.block_c, config.block_c)
+                at_f = pl.ds(feature, TILE_F)
+                w_tile = w_E.at[group, at_f, at_c] if transpose_w else w_E.at[group, at_c, at_f]
+                plgpu.copy_gmem_to_smem(w_tile, w_smem.at[slot], full.at[slot])
+
+                def load_rows(tile_rows):
+                    x_tile, buffer = x_MC.at[pl.ds(first, tile_rows), at_c], x_smem.at[slot, pl.ds(0, tile_rows)]
+                    plgpu.copy_gmem_to_smem(x_tile, buffer, full.at[slot])
+
+                for_tile_rows(end, load_rows)
+
+        done = for_each_tile(load_tile)
+
+        @pl.loop(jnp.maximum(done - stages, 0), done)
+        def _drain(step):
+            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+
+    @pl.when(wg < CONSUMERS)
+    def _consume():
+        plgpu.set_max_registers(232, action="increase")
+        at_wg = pl.ds(wg * WG_FEATURES, WG_FEATURES)
+
+        def compute(first, stored, end, feature, num_steps, done, tile_rows):
+            def accumulate(acc):
+                @pl.loop(jnp.int32(0), num_steps)
+                def _step(step):
+                    slot = lax.rem(done + step, stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    w_tile = w_smem.at[slot, at_wg] if transpose_w else w_smem.at[slot, :, at_wg].transpose((1, 0))
+                    plgpu.wgmma(acc, w_tile, x_smem.at[slot, pl.ds(0, tile_rows)].transpose((1, 0)))
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(step > 0)
+                    def _():
+                        plgpu.barrier_arrive(empty.at[lax.rem(done + step - 1, stages)])
+
+                plgpu.wgmma_wait(0)
+
+                @pl.when(num_steps > 0)
+                def _():
+                    plgpu.barrier_arrive(empty.at[lax.rem(done + num_steps - 1, stages)])
+
+                return acc[...]
+
+            value = pl.run_scoped(accumulate, plgpu.ACC((WG_FEATURES, tile_rows), jnp.float32)).astype(y_MF.dtype)
+            at_f = pl.ds(feature + wg * WG_FEATURES, WG_FEATURES)
+
+            def store(index):
+                buffer = y_smem.at[wg, index % config.slots]
+                plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
+                buffer.transpose((1, 0))[...] = value[:, index * unit : (index + 1) * unit]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(buffer, y_MF.at[pl.ds(first + index * unit, unit), at_f])
+
+            def store_ragged(index, begin, left):
+                """Rows [begin, begin + left) of the tile, all within one unit, in powers of two: TMA boxes are static."""
+                buffer = ragged_smem.at[wg]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                store_unswizzled(buffer.transpose((1, 0)), value[:, index * unit : (index + 1) * unit])
+                plgpu.commit_smem()
+                size = unit // 2
+                while size:
+
+                    @pl.when(jnp.bitwise_and(left, jnp.int32(size)) != 0)
+                    def _(size=size):
+                        row = begin + jnp.bitwise_and(left, jnp.int32(-2 * size))
+                        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(row - index * unit, size)], y_MF.at[pl.ds(first + row, size), at_f])
+
+                    size //= 2
+
+            @pl.when(feature + wg * WG_FEATURES < features)  # a box of one row beyond the edge would reach the next row
+            def _store():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                last = tile_rows // unit - 1
+                for index in range(last + 1):
+                    if 0 < index < last:
+                        store(index)
+                        continue
+                    begin = stored if index == 0 else jnp.int32(index * unit)
+                    left = jnp.minimum(end, (index + 1) * unit) - begin
+                    pl.when(left == unit)(functools.partial(store, index))
+                    pl.when((left > 0) & (left < unit))(functools.partial(store_ragged, index, begin, left))
+
+        def compute_tile(group, first, stored, end, feature, num_steps, done):
+            del group
+            for_tile_rows(end, functools.partial(compute, first, stored, end, feature, num_steps, done))
+
+        for_each_tile(compute_tile)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def rows_matmul(
+    x_MC: jax.Array,
+    w_E: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_w: bool = False,
+    config: RowsConfig | None = None,
+    interpret=None,
+) -> jax.Array:
+    """Multiplies each group's rows with its matrix; rows past the sum of the sizes give zeros.
+
+    Args:
+      x_MC: rows sorted by group, bfloat16; M a multiple of 8, C of 64.
+      w_E: [E, C, F], or [E, F, C] with `transpose_w`; same dtype, F a multiple of 64.
+      group_sizes_E: integers, at least 0, with a sum of at most M.
+      transpose_w: contract the last dimension of `w_E` (the gradient to rows) and not the middle one.
+
+    Returns:
+      y_MF in x's dtype, accumulated in FP32.
+    """
+    config = config or RowsConfig()
+    num_rows = x_MC.shape[0]
+    num_groups, features = w_E.shape[0], w_E.shape[1 if transpose_w else 2]
+    dtype, w_tile = x_MC.dtype, (TILE_F, config.block_c) if transpose_w else (config.block_c, TILE_F)
+    tiles_T4, count_1 = row_tiles(group_sizes_E, num_rows, config)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, config=config, num_groups=num_groups, transpose_w=transpose_w),
+        out_type=jax.ShapeDtypeStruct((num_rows, features), dtype),
+        scratch_types=dict(
+            x_smem=tiled((config.stages, config.max_rows, config.block_c), dtype),
+            w_smem=tiled((config.stages, *w_tile), dtype),
+            y_smem=tiled((CONSUMERS, config.slots, config.unit, WG_FEATURES), dtype),
+            ragged_smem=plgpu.SMEM((CONSUMERS, config.unit, WG_FEATURES), dtype),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+            empty=released_barrier(config.stages),
+        ),
+        **blocks(config.num_sms),
+        kernel_name="grouped_matmul_grad_rows" if transpose_w else "grouped_matmul_forward",
+        interpret=interpret,
+    )
+    return vary_like(kernel(tiles_T4, count_1, x_MC, w_E), x_MC)

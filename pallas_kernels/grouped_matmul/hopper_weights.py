@@ -1,0 +1,270 @@
+"""Gradient of the grouped matmul to its weights on Hopper: dw_e = x_e^T dy_e for the rows of each group.
+
+One Mosaic GPU kernel over the tiles of all groups' matrices, the groups with most rows first. Both operands lie in
+memory with the contracted rows outermost, which wgmma takes as transposed operands from shared memory, so nothing is
+rearranged. A step contracts 64 rows, its first a multiple of 8. Rows of x that are another group's are overwritten with
+zeros in shared memory, by each warpgroup in the columns that only itself reads. Rows past the last group may hold
+anything, so a step that reaches them has the rows of dy zeroed too, which the warpgroups share.
+
+Shapes: M rows, E groups, K and N the matrices' sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.hopper_blocks import ALIGN, CONSUMERS, WG_FEATURES, blocks, released_barrier, tiled, vary_like
+
+TILE_K = WG_FEATURES * CONSUMERS
+SHARED_BYTES = 226 * 1024  # what a block may have, less barriers and scratch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """Tiling of the weights kernel.
+
+    A block makes 128 x `tile_n` outputs, `block_m` rows a step. `stages` is the depth of the ring that loads fill, `slots`
+    the number of buffers (of 128 bytes x 64) that stores use. `cluster` blocks, neighbours in K, share what they load of dy.
+    """
+
+    tile_n: int = 256
+    block_m: int = 64
+    stages: int = 4
+    slots: int = 2
+    cluster: int = 1
+    num_sms: int = 132
+
+
+def choose_config(k: int, n: int, out_dtype: jnp.dtype, accumulate: bool) -> WeightsConfig:
+    """What measured best: the widest tile among those that waste the fewest columns, and buffers for the memory left.
+
+    Old sums are loaded ahead of time into every store buffer, so accumulation gives one stage for more of them.
+    """
+    tile_n = min((256, 192, 128, 64), key=lambda tile: (pl.cdiv(n, tile) * tile, -tile))
+    stages = 3 if accumulate else 4
+    left = SHARED_BYTES - stages * 64 * (TILE_K + tile_n) * 2
+    slots = min(4, tile_n * jnp.dtype(out_dtype).itemsize // 128, left // (CONSUMERS * WG_FEATURES * 128))
+    return WeightsConfig(tile_n=tile_n, stages=stages, slots=slots, cluster=2 if tile_n == 256 and pl.cdiv(k, TILE_K) % 2 == 0 else 1)
+
+
+def group_spans(group_sizes_E: jax.Array) -> jax.Array:
+    """[E, 4] int32 of (group, aligned first row, head, rows with head), most rows first so that tiles even out over the SMs."""
+    sizes = group_sizes_E.astype(jnp.int32)
+    groups = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    starts = jnp.sum(jnp.where(groups[:, None] > groups[None, :], sizes[None, :], 0), axis=1, dtype=jnp.int32)
+    larger = (sizes[None, :] > sizes[:, None]) | ((sizes[None, :] == sizes[:, None]) & (groups[None, :] < groups[:, None]))
+    rank = jnp.sum(larger, axis=1, dtype=jnp.int32)
+    at_rank = rank[None, :] == groups[:, None]  # [rank, group]
+    heads = jnp.where(sizes > 0, starts % ALIGN, 0)
+    columns = (groups, starts - heads, heads, sizes + heads)
+    return jnp.stack([jnp.sum(jnp.where(at_rank, column[None, :], 0), axis=1, dtype=jnp.int32) for column in columns], axis=1)
+
+
+def _kernel(spans_E4, total_1, x_MK, dy_MN, dw_EKN, x_smem, dy_smem, dw_smem, full, empty, zeroed, loaded, *, config, accumulate):
+    num_groups, k, n = dw_EKN.shape
+    k_tiles, n_tiles = pl.cdiv(k, TILE_K * config.cluster), pl.cdiv(n, config.tile_n)
+    block_m, stages = config.block_m, jnp.int32(config.stages)
+    worker, num_workers, wg = lax.axis_index("worker"), config.num_sms // config.cluster, lax.axis_index("wg")
+    peer = lax.axis_index("peer") if config.cluster > 1 else 0
+    num_tiles = num_groups * k_tiles * n_tiles
+    num_local = lax.div(num_tiles - worker + (num_workers - 1), jnp.int32(num_workers))
+
+    def lookup(local):
+        """(group, first row, head, rows with head, first of K, first of N) of this block's tile `local`, or the last tile's."""
+        linear = jnp.minimum(local * num_workers + worker, num_tiles - 1)
+        span, tile = lax.div(linear, jnp.int32(k_tiles * n_tiles)), lax.rem(linear, jnp.int32(k_tiles * n_tiles))
+        at_k, at_n = lax.div(tile, jnp.int32(n_tiles)), lax.rem(tile, jnp.int32(n_tiles))
+        return *(spans_E4[span, i] for i in range(4)), (at_k * config.cluster + peer) * TILE_K, at_n * config.tile_n
+
+    def for_each_tile(body):
+        def step(local, carry):
+            entry, done = carry
+            following = lookup(local + 1)  # asked for now, needed after this tile
+            num_steps = lax.div(entry[3] + (block_m - 1), jnp.int32(block_m))
+            *span, at_k, at_n = entry
+            body(*span, pl.multiple_of(at_k, TILE_K), pl.multiple_of(at_n, config.tile_n), num_steps, done)
+            return following, done + num_steps
+
+        return lax.fori_loop(jnp.int32(0), num_local, step, (lookup(jnp.int32(0)), jnp.int32(0)))[1]
+
+    @pl.when(wg == CONSUMERS)
+    def _produce():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load_tile(group, first, head, rows, at_k, at_n, num_steps, done):
+            del group, head, rows
+
+            @pl.loop(jnp.int32(0), num_steps)
+            def _step(step):
+                slot = lax.rem(done + step, stages)
+
+                @pl.when(done + step >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                at_m = pl.ds(pl.multiple_of(first + step * block_m, ALIGN), block_m)
+                plgpu.copy_gmem_to_smem(x_MK.at[at_m, pl.ds(at_k, TILE_K)], x_smem.at[slot], full.at[slot])
+                dy_tile, shared = dy_MN.at[at_m, pl.ds(at_n, config.tile_n)], "peer" if config.cluster > 1 else None
+                plgpu.copy_gmem_to_smem(dy_tile, dy_smem.at[slot], full.at[slot], collective_axes=shared)
+
+        done = for_each_tile(load_tile)
+
+        @pl.loop(jnp.maximum(done - stages, 0), done)
+        def _drain(step):
+            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+
+    def zero_outside(smem, slot, column, begin, end):
+        """Zeros the rows of a buffer outside [begin, end), in 64 columns."""
+        ref = smem.at[slot, :, pl.ds(column, 64)]
+        value = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, (block_m, 64), 0, layout=plgpu.Layout.WGMMA)
+        ref[...] = jnp.where((row >= begin) & (row < end), value, jnp.zeros_like(value))
+
+    @pl.when(wg < CONSUMERS)
+    def _consume():
+        plgpu.set_max_registers(232, action="increase")
+        wg_column = pl.multiple_of(wg * WG_FEATURES, WG_FEATURES)
+
+        def compute(group, first, head, rows, at_k, at_n, num_steps, done):
+            width, chunks = dw_smem.shape[-1], config.tile_n // dw_smem.shape[-1]
+            inside = at_k + wg_column < k
+
+            def at_chunk(chunk):
+                return dw_EKN.at[group, pl.ds(at_k + wg_column, WG_FEATURES), pl.ds(at_n + chunk * width, width)]
+
+            def load_old(chunk):
+                slot = chunk % config.slots
+                plgpu.copy_gmem_to_smem(at_chunk(chunk), dw_smem.at[wg, slot], loaded.at[wg * config.slots + slot])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if accumulate:
+
+                @pl.when(inside & (rows > 0))
+                def _load_old():
+                    for chunk in range(min(config.slots, chunks)):
+                        load_old(chunk)
+
+            def contract(acc):
+                @pl.loop(jnp.int32(0), num_steps)
+                def _step(step):
+                    slot = lax.rem(done + step, stages)
+                    begin, end = jnp.where(step == 0, head, 0), rows - step * block_m
+                    plgpu.barrier_wait(full.at[slot])
+
+                    @pl.when((begin > 0) | (end < block_m))
+                    def _other_rows():
+                        zero_outside(x_smem, slot, wg_column, begin, end)
+                        past_groups = first + (step + 1) * block_m > total_1[0]
+
+                        @pl.when(past_groups)
+                        def _():
+                            for column in range(0, config.tile_n, 64):
+                                mine = wg == column // 64 % CONSUMERS
+                                pl.when(mine)(functools.partial(zero_outside, dy_smem, slot, column, begin, end))
+
+                        plgpu.commit_smem()
+
+                        @pl.when(past_groups)
+                        def _():
+                            plgpu.barrier_arrive(zeroed)
+                            plgpu.barrier_wait(zeroed)
+
+                    plgpu.wgmma(acc, x_smem.at[slot, :, pl.ds(wg_column, WG_FEATURES)].transpose((1, 0)), dy_smem.at[slot])
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(step > 0)
+                    def _():
+                        plgpu.barrier_arrive(empty.at[lax.rem(done + step - 1, stages)])
+
+                plgpu.wgmma_wait(0)
+
+                @pl.when(num_steps > 0)
+                def _():
+                    plgpu.barrier_arrive(empty.at[lax.rem(done + num_steps - 1, stages)])
+
+                return acc[...]
+
+            value = pl.run_scoped(contract, plgpu.ACC((WG_FEATURES, config.tile_n), jnp.float32)).astype(dw_EKN.dtype)
+
+            def store():
+                for chunk in range(chunks):
+                    buffer = dw_smem.at[wg, chunk % config.slots]
+                    part = value[:, chunk * width : (chunk + 1) * width]
+                    if accumulate:
+                        plgpu.barrier_wait(loaded.at[wg * config.slots + chunk % config.slots])
+                        part += buffer[...]
+                    else:
+                        plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
+                    buffer[...] = part
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(buffer, at_chunk(chunk))
+                    following = chunk - 1 + config.slots
+                    if accumulate and chunk > 0 and following < chunks:
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        load_old(following)
+
+            pl.when(inside & (rows > 0) if accumulate else inside)(store)
+
+        for_each_tile(compute)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def weights_gradient(
+    x_MK: jax.Array,
+    dy_MN: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    out_dtype=None,
+    accumulate_into: jax.Array | None = None,
+    config: WeightsConfig | None = None,
+    interpret=None,
+) -> jax.Array:
+    """Sums x^T dy over the rows of each group.
+
+    Args:
+      x_MK: rows sorted by group, bfloat16; M a multiple of 8, K of 64.
+      dy_MN: cotangents of the same rows, same dtype; N a multiple of 64.
+      group_sizes_E: integers, at least 0, with a sum of at most M. Rows past the sum do not count, whatever they hold.
+      out_dtype: x's dtype (the default) or float32.
+      accumulate_into: float32 [E, K, N] to which the sums are added; donated where the caller donates it.
+
+    Returns:
+      dw_EKN, accumulated in FP32, zeros for groups without rows (or what `accumulate_into` held).
+    """
+    (_, k), n, dtype = x_MK.shape, dy_MN.shape[1], x_MK.dtype
+    accumulate = accumulate_into is not None
+    out_dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or dtype)
+    config = config or choose_config(k, n, out_dtype, accumulate)
+    out_type = jax.ShapeDtypeStruct((group_sizes_E.shape[0], k, n), out_dtype)
+    width = 128 // out_dtype.itemsize
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, config=config, accumulate=accumulate),
+        out_type=() if accumulate else out_type,
+        scratch_types=dict(
+            x_smem=tiled((config.stages, config.block_m, TILE_K), dtype),
+            dy_smem=tiled((config.stages, config.block_m, config.tile_n), dtype),
+            dw_smem=tiled((CONSUMERS, config.slots, WG_FEATURES, width), out_dtype),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+            empty=released_barrier(config.stages, config.cluster),
+            zeroed=plgpu.Barrier(num_arrivals=CONSUMERS),
+            loaded=plgpu.Barrier(num_barriers=CONSUMERS * config.slots),
+        ),
+        **blocks(config.num_sms, config.cluster),
+        kernel_name="grouped_matmul_grad_weights",
+        interpret=interpret,
+    )
+    total_1 = jnp.sum(group_sizes_E, keepdims=True, dtype=jnp.int32)
+    if not accumulate:
+        return vary_like(kernel(group_spans(group_sizes_E), total_1, x_MK, dy_MN), x_MK)
+    if accumulate_into.shape != out_type.shape or accumulate_into.dtype != jnp.float32:
+        raise ValueError(f"accumulate_into is {accumulate_into.dtype}{accumulate_into.shape}, wanted float32{out_type.shape}")
+    buffer = jax.new_ref(accumulate_into)
+    kernel(group_spans(group_sizes_E), total_1, x_MK, dy_MN, buffer)
+    return jax.freeze(buffer)

@@ -1,0 +1,90 @@
+"""KDA on Hopper GPUs: Mosaic GPU kernels for the forward pass, XLA's chunk form for the backward pass.
+
+Legend: B batch, T tokens, H heads, K key channels, V value channels. Needs JAX >= 0.11.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda.chunked import kda_chunked
+from pallas_kernels.kda.hopper.forward import kda_forward
+from pallas_kernels.kda.hopper.prepare import WIDTH
+
+__all__ = ["kda_hopper", "unsupported_reason"]
+
+
+class _Static(NamedTuple):
+    """What is fixed at trace time (hashable)."""
+
+    lower_bound: float
+    interpret: Any
+
+
+def unsupported_reason(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, gate_BTHK: jax.Array) -> str | None:
+    """Why these inputs cannot go through the kernels, or None if they can. Looks at shapes and dtypes only."""
+    for name, array in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHV), ("gate", gate_BTHK)):
+        if array.dtype != jnp.bfloat16:
+            return f"{name} is {array.dtype}, the kernels take bfloat16"
+        if array.shape[-1] > WIDTH:
+            return f"{name} has {array.shape[-1]} channels per head, the kernels take at most {WIDTH}"
+    return None
+
+
+def kda_hopper(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    gate_BTHK: jax.Array,
+    beta_BTH: jax.Array,
+    a_log_H: jax.Array,
+    dt_bias_HK: jax.Array,
+    *,
+    lower_bound: float,
+    segment_ids_BT: jax.Array | None = None,
+    initial_state_BHKV: jax.Array | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Kimi Delta Attention by Mosaic GPU kernels, report section 2.1 equations 1 to 6.
+
+    Arguments and results as in `pallas_kernels.kda.kda`; q, k, v and gate are bfloat16 and K, V <= 128. The backward pass keeps the
+    inputs only and runs the chunk form's forward and backward. `interpret` is for tests without a GPU.
+
+    Raises:
+        ValueError: the kernels do not take these dtypes or widths.
+    """
+    reason = unsupported_reason(q_BTHK, k_BTHK, v_BTHV, gate_BTHK)
+    if reason is not None:
+        raise ValueError(f"KDA on Hopper: {reason}")
+    if initial_state_BHKV is None:
+        batch, _, heads, width = k_BTHK.shape
+        initial_state_BHKV = jnp.zeros((batch, heads, width, v_BTHV.shape[-1]), jnp.float32)
+    inputs = (q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV)
+    return _kda(_Static(float(lower_bound), interpret), segment_ids_BT, *inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda(static, segment_ids_BT, *inputs):
+    return _call(partial(kda_forward, interpret=static.interpret), static, segment_ids_BT, inputs)
+
+
+def _call(form, static, segment_ids_BT, inputs):
+    *rest, initial_state_BHKV = inputs
+    return form(*rest, lower_bound=static.lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV)
+
+
+def _kda_forward(static, segment_ids_BT, *inputs):
+    return _kda(static, segment_ids_BT, *inputs), (segment_ids_BT, inputs)
+
+
+def _kda_backward(static, residuals, cotangents):
+    segment_ids_BT, inputs = residuals
+    _, pull_back = jax.vjp(lambda *inputs: _call(kda_chunked, static, segment_ids_BT, inputs), *inputs)
+    return None, *pull_back(cotangents)
+
+
+_kda.defvjp(_kda_forward, _kda_backward)

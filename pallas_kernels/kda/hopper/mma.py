@@ -1,0 +1,57 @@
+"""Matrix products of one warpgroup, in the form that runs on the chip and in the form that interprets.
+
+The interpreter of Mosaic GPU knows neither register operands nor initialised accumulators of `wgmma`; these two are
+used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WGMMA = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector with one entry per matrix row
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # a vector with one entry per matrix column
+
+# Every 16-bit tile in shared memory has the same form: 128-byte rows, swizzled, which `wgmma`, TMA and `ldmatrix` all take.
+TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    """FP32 zeros in the accumulator layout."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA)
+
+
+def tile(shape: tuple[int, ...], dtype) -> Any:
+    """Shared memory for a 16-bit matrix operand."""
+    return plgpu.SMEM(shape, dtype, transforms=TILE)
+
+
+def matmuls(groups: Sequence[tuple[jax.Array, Sequence[tuple]]], interpret: bool) -> list[Any]:
+    """`init + sum of a @ b` for every group `(init, [(a, b), ...])`, all in flight at once.
+
+    `a` is a register array or a shared-memory ref [64, K], `b` a shared-memory ref [K, N], `init` FP32 [64, N].
+    """
+    if interpret:
+        return [_emulated(init, terms) for init, terms in groups]
+
+    def issue(accs):
+        for acc, (_, terms) in zip(accs, groups, strict=True):
+            for a, b in terms:
+                plgpu.wgmma(acc, a, b)
+        plgpu.wgmma_wait(0)
+
+    return list(pl.run_state(issue)(tuple(plgpu.ACC.init(init) for init, _ in groups)))
+
+
+def _emulated(init, terms):
+    value = init
+    for a, b in terms:
+        a = a if isinstance(a, jax.Array) else a[...]
+        value = value + jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32), precision="highest")
+    return value

@@ -1,0 +1,232 @@
+"""Hopper kernels of the grouped matmul: the tables, the kernels interpreted, lowered for cuda, and run on a GPU.
+
+Shapes: M rows, K in, N out, E groups, T tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernel API and interpreter that the kernels use come with JAX 0.11", allow_module_level=True)
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import hopper
+from pallas_kernels.grouped_matmul.hopper_rows import RowsConfig, row_tiles, rows_matmul
+from pallas_kernels.grouped_matmul.hopper_weights import WeightsConfig, choose_config, group_spans, weights_gradient
+
+M, K, N = 96, 128, 128  # what is interpreted: two tiles of rows, ragged in most draws
+TOLERANCE = {jnp.bfloat16: 3e-3, jnp.float32: 1e-5}
+SIZES = {
+    "ragged": [11, 0, 66, 3],  # rows past the sum
+    "one group holds everything": [0, 0, 96, 0],
+    "no rows": [0, 0, 0, 0],
+    "tiny": [1, 2, 0, 5],
+}
+
+
+def dense(x_MK, w_EKN, sizes_E, dy_MN):
+    """y, dx and dw by float64 loops over the groups."""
+    x_MK, w_EKN, dy_MN = (np.asarray(array, np.float64) for array in (x_MK, w_EKN, dy_MN))
+    y_MN, dx_MK, dw_EKN = np.zeros_like(dy_MN), np.zeros_like(x_MK), np.zeros_like(w_EKN)
+    for group, (start, size) in enumerate(zip(np.cumsum(sizes_E) - sizes_E, sizes_E, strict=True)):
+        rows = slice(start, start + size)
+        y_MN[rows], dx_MK[rows] = x_MK[rows] @ w_EKN[group], dy_MN[rows] @ w_EKN[group].T
+        dw_EKN[group] = x_MK[rows].T @ dy_MN[rows]
+    return y_MN, dx_MK, dw_EKN
+
+
+def arrays(sizes_E, rows=M, k=K, n=N, seed=0):
+    """x, w, dy in bfloat16; what rows past the groups hold must not matter, so they hold NaN."""
+    rng = np.random.default_rng(seed)
+    x_MK, w_EKN, dy_MN = (rng.normal(size=shape) for shape in ((rows, k), (len(sizes_E), k, n), (rows, n)))
+    x_MK[sum(sizes_E) :] = dy_MN[sum(sizes_E) :] = np.nan
+    return tuple(jnp.asarray(array, jnp.bfloat16) for array in (x_MK, w_EKN, dy_MN))
+
+
+def relative_error(actual, expected):
+    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / max(np.linalg.norm(expected), 1e-30)
+
+
+def assert_no_race():
+    """JAX 0.12 raises at a race; 0.11 prints it and keeps its state."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    assert not gpu_callbacks.get_races().races_found
+
+
+@functools.cache
+def interpreted():
+    """The kernels on two interpreted SMs, compiled once for all sizes."""
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    rows = functools.partial(rows_matmul, config=RowsConfig(max_rows=64, stages=2, num_sms=2), interpret=interpret)
+    config = WeightsConfig(tile_n=128, stages=2, num_sms=2)
+    weights = functools.partial(weights_gradient, config=config, interpret=interpret)
+    return {
+        "forward": jax.jit(rows),
+        "grad_rows": jax.jit(functools.partial(rows, transpose_w=True)),
+        "grad_weights": jax.jit(weights),
+        "accumulate": jax.jit(lambda x, dy, sizes, total: weights(x, dy, sizes, accumulate_into=total)),
+    }
+
+
+# Sizes of 8 groups among at most 800 rows: one shape, so that a table compiles once.
+sizes_strategy = st.lists(st.one_of(st.just(0), st.integers(0, 100)), min_size=8, max_size=8)
+tables = {rows: jax.jit(functools.partial(row_tiles, num_rows=800, config=RowsConfig(max_rows=rows))) for rows in (64, 256)}
+spans = jax.jit(group_spans)
+
+
+@settings(max_examples=60)
+@given(sizes=sizes_strategy, max_rows=st.sampled_from(list(tables)))
+def test_row_tiles_cover_each_row_once_and_waste_less_than_64_rows_a_group(sizes, max_rows):
+    config, rows, past = RowsConfig(max_rows=max_rows), 800, 800 - sum(sizes)
+    tiles_T4, count_1 = jax.device_get(tables[max_rows](jnp.asarray(sizes)))
+    assert count_1[0] <= len(tiles_T4)
+    owner, covered = np.repeat(np.arange(len(sizes) + 1), [*sizes, past]), np.zeros(rows, int)
+    multiplied = np.zeros(len(sizes) + 1, int)
+    for group, first, stored, end in tiles_T4[: count_1[0]]:
+        assert first % 8 == 0 and 0 <= stored < end <= max_rows
+        assert (owner[first + stored : first + end] == group).all()
+        covered[first + stored : first + end] += 1
+        multiplied[group] += -(-end // config.unit) * config.unit
+    assert (covered == 1).all()
+    assert (multiplied - [*sizes, past] < 64).all()
+
+
+@settings(max_examples=30)
+@given(sizes=sizes_strategy)
+def test_group_spans_list_every_group_once_largest_first(sizes):
+    spans_E4 = np.asarray(spans(jnp.asarray(sizes)))
+    assert sorted(spans_E4[:, 0]) == list(range(len(sizes)))
+    starts = np.cumsum(sizes) - sizes
+    for group, first, head, rows in spans_E4:
+        assert rows - head == sizes[group] and first + head == starts[group] and (first % 8 == 0 or not rows)
+    assert (np.diff(np.asarray(sizes)[spans_E4[:, 0]]) <= 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
+@pytest.mark.parametrize("quantity", ["forward", "grad_rows"])
+@pytest.mark.parametrize("case", SIZES)
+def test_rows_kernel_interpreted(case, quantity):
+    x_MK, w_EKN, dy_MN = arrays(SIZES[case])
+    y_MN, dx_MK, _ = dense(x_MK, w_EKN, SIZES[case], dy_MN)
+    rows, expected = (x_MK, y_MN) if quantity == "forward" else (dy_MN, dx_MK)
+    actual = interpreted()[quantity](rows, w_EKN, jnp.asarray(SIZES[case], jnp.int32))
+    assert actual.dtype == jnp.bfloat16 and relative_error(actual, expected) < TOLERANCE[jnp.bfloat16]
+    assert_no_race()
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
+@pytest.mark.parametrize("case", SIZES)
+def test_weights_kernel_interpreted(case):
+    x_MK, w_EKN, dy_MN = arrays(SIZES[case])
+    expected = dense(x_MK, w_EKN, SIZES[case], dy_MN)[2]
+    sizes_E = jnp.asarray(SIZES[case], jnp.int32)
+    actual = interpreted()["grad_weights"](x_MK, dy_MN, sizes_E)
+    assert actual.dtype == jnp.bfloat16 and relative_error(actual, expected) < TOLERANCE[jnp.bfloat16]
+    before = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
+    total = interpreted()["accumulate"](x_MK, dy_MN, sizes_E, jnp.asarray(before))
+    assert total.dtype == jnp.float32 and relative_error(total, before + expected) < TOLERANCE[jnp.float32]
+    assert_no_race()
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
+@settings(max_examples=8)
+@given(cuts=st.lists(st.integers(0, M), min_size=4, max_size=4))
+def test_kernels_interpreted_for_any_sizes(cuts):
+    sizes = np.diff(sorted([0, *cuts]))
+    x_MK, w_EKN, dy_MN = arrays(sizes)
+    y_MN, _, dw_EKN = dense(x_MK, w_EKN, sizes, dy_MN)
+    sizes_E = jnp.asarray(sizes, jnp.int32)
+    assert relative_error(interpreted()["forward"](x_MK, w_EKN, sizes_E), y_MN) < TOLERANCE[jnp.bfloat16]
+    assert relative_error(interpreted()["grad_weights"](x_MK, dy_MN, sizes_E), dw_EKN) < TOLERANCE[jnp.bfloat16]
+    assert_no_race()
+
+
+def test_every_variant_lowers_for_cuda():
+    """In a process of its own: after interpretation, JAX 0.12 takes minutes for what takes seconds in a fresh one."""
+    script = Path(__file__).with_name("lower_hopper_variants.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.split().count("lowered") == 11
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_shared_memory_is_within_what_a_block_may_have():
+    for n in (64, 192, 384, 512, 3072):
+        for out_dtype, accumulate in ((jnp.bfloat16, False), (jnp.float32, False), (jnp.float32, True)):
+            config = choose_config(512, n, out_dtype, accumulate)
+            loads = config.stages * config.block_m * (128 + config.tile_n) * 2
+            assert loads + 2 * config.slots * 64 * 128 <= 226 * 1024 and config.slots >= 1 + accumulate
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "reason"),
+    [
+        (struct(256, 512), struct(4, 512, 384), None),
+        (struct(256, 512, dtype=jnp.float32), struct(4, 512, 384, dtype=jnp.float32), "float32"),
+        (struct(250, 512), struct(4, 512, 384), "rows = 250"),
+        (struct(256, 500), struct(4, 500, 384), "K = 500"),
+        (struct(256, 512), struct(4, 512, 96), "N = 96"),
+    ],
+)
+def test_shape_refusal_names_what_does_not_fit(x, w, reason):
+    refusal = hopper.shape_refusal(x, w)
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_platform_refusal_names_the_backend():
+    if jax.default_backend() == "cpu":
+        assert "cpu" in hopper.platform_refusal()
+
+
+def test_a_wrong_accumulator_is_refused():
+    rows = jnp.zeros((8, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="accumulate_into"):
+        weights_gradient(rows, rows, jnp.zeros(2, jnp.int32), accumulate_into=jnp.zeros((2, 64, 64), jnp.bfloat16))
+
+
+@functools.cache
+def on_gpu():
+    """The function with its gradients, and the FP32 and accumulating forms, compiled once per shape."""
+
+    def all_of(x_MK, w_EKN, sizes_E, dy_MN, total_EKN):
+        y_MN, pullback = jax.vjp(lambda x, w: hopper.grouped_matmul(x, w, sizes_E), x_MK, w_EKN)
+        wide = weights_gradient(x_MK, dy_MN, sizes_E, out_dtype=jnp.float32)
+        return y_MN, *pullback(dy_MN), wide, weights_gradient(x_MK, dy_MN, sizes_E, accumulate_into=total_EKN)
+
+    return jax.jit(all_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "k", "n"), [(1000, 192, 320), (2048, 512, 384)])
+def test_values_gradients_and_bits_on_a_gpu(rows, k, n):
+    rng, groups = np.random.default_rng(1), 13
+    cases = [np.diff([0, *np.sort(rng.integers(0, total + 1, groups - 1)), total]) for total in (rows, rows, rows - 77)]
+    cases += [np.zeros(groups, int), np.where(np.arange(groups) == 5, rows, 0), np.arange(groups) % 4]
+    for sizes in cases:
+        x_MK, w_EKN, dy_MN = arrays(sizes, rows, k, n)
+        y_MN, dx_MK, dw_EKN = dense(x_MK, w_EKN, sizes, dy_MN)
+        before = rng.normal(size=dw_EKN.shape).astype(np.float32)
+        arguments = (x_MK, w_EKN, jnp.asarray(sizes, jnp.int32), dy_MN, jnp.asarray(before))
+        first, second = jax.device_get(on_gpu()(*arguments)), jax.device_get(on_gpu()(*arguments))
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+        for actual, expected in zip(first, (y_MN, dx_MK, dw_EKN, dw_EKN, dw_EKN + before), strict=True):
+            assert relative_error(actual, expected) < TOLERANCE[jnp.float32 if actual.dtype == np.float32 else jnp.bfloat16]

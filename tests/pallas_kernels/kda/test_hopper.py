@@ -1,0 +1,191 @@
+"""KDA's Hopper kernels: interpreted, lowered for cuda, differentiated, and run on a GPU.
+
+Shapes: B batch, T tokens, H heads, K key channels, V value channels. Errors are relative in the L2 norm, against the float64
+recurrence on the same bf16 inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernel API and interpreter that the kernels use come with JAX 0.11", allow_module_level=True)
+
+from pallas_kernels.kda import kda
+from pallas_kernels.kda.hopper import kda_hopper, unsupported_reason
+from pallas_kernels.kda.hopper import prepare as prepare_module
+from pallas_kernels.kda.hopper.forward import chunk_runs
+from pallas_kernels.kda.recurrent import kda_recurrent
+from tests.pallas_kernels.kda.cases import GOLDEN, LOWER_BOUND
+from tests.pallas_kernels.kda.hopper_interpreter import interpret
+from tests.x64 import float64
+
+INPUTS = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
+REGIMES = {"random": 4.5e-3, "initial gate": 4.5e-3, "bound": 4.5e-3, "no decay": 6.5e-3, "repeated keys": 2e-2}
+EDGES = (1, 15, 16, 17, 63, 64, 65)
+
+
+def make(regime, batch=1, tokens=131, heads=2, width=128, v_width=128, seed=0):
+    """The eight inputs of one regime of gates: bf16, with FP32 a_log, dt_bias and state."""
+    rng = np.random.default_rng(seed)
+    q, k, gate = (rng.normal(size=(batch, tokens, heads, width)) for _ in range(3))
+    v, beta = rng.normal(size=(batch, tokens, heads, v_width)), rng.normal(size=(batch, tokens, heads))
+    a_log, dt_bias = np.log(rng.uniform(1, 16, heads)), 0.1 * rng.normal(size=(heads, width))
+    if regime == "initial gate":
+        step = np.exp(rng.uniform(np.log(1e-3), np.log(0.1), dt_bias.shape))
+        a_log, dt_bias, gate = np.zeros(heads), step + np.log(-np.expm1(-step)), 0.02 * gate
+    if regime in ("no decay", "repeated keys"):
+        a_log, gate = np.zeros(heads), np.full_like(gate, -50)
+    if regime == "repeated keys":
+        k, beta = np.broadcast_to(k[:, :1], k.shape), np.full_like(beta, 4)
+    if regime == "bound":
+        gate = np.full_like(gate, 50)
+    state = 0.1 * rng.normal(size=(batch, heads, width, v_width))
+    return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, gate, beta)), *(jnp.asarray(x, jnp.float32) for x in (a_log, dt_bias, state))
+
+
+def documents(tokens, edges):
+    """Segment ids [1, T] that change at the edges, with padding inside a document and at the end."""
+    ids = np.searchsorted(np.asarray(edges), np.arange(tokens), side="right")
+    ids[min(80, tokens - 4) : min(83, tokens - 1)] = -1
+    ids[-2:] = -1
+    return jnp.asarray(ids[None], jnp.int32)
+
+
+def expected(inputs, segment_ids=None):
+    with float64():
+        wide = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in inputs]
+        ids = None if segment_ids is None else jnp.asarray(np.asarray(segment_ids))
+        run = jax.jit(functools.partial(kda_recurrent, lower_bound=LOWER_BOUND))
+        return [np.asarray(x) for x in run(*wide[:7], segment_ids_BT=ids, initial_state_BHKV=wide[7])]
+
+
+def error(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want)
+    assert np.isfinite(got).all()
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def test_documents_as_the_kernels_read_them():
+    ids = jnp.asarray([[5] * 60 + [-1] * 3 + [5] * 2 + [7] * 63])
+    run_BT, edge_B2N = chunk_runs(ids)
+    assert run_BT[0, 59:66].tolist() == [0, -1, -1, -1, 0, 0, 1]
+    assert edge_B2N[0].tolist() == [[0, 0], [0, 1]]
+
+
+def test_every_exponent_is_a_short_interval():
+    """Within the bound of the report's 16-token tiles: at most 16 decays in a factor that may grow."""
+    signs = prepare_module.interval_signs()
+    growing = -signs[:64].min(axis=1, initial=0), signs[:64].sum(axis=1)
+    assert np.abs(signs[:64].sum(axis=1)).max() <= 16
+    assert set(np.unique(signs[64:])) == {0.0, 1.0} and growing[0].max() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
+def test_interpreted_without_races():
+    """Two chunks, so that no buffer of the recurrence's ring is filled twice: see the next test for that."""
+    inputs = make("random", tokens=128, heads=1)
+    o, state, races = interpret(inputs, lower_bound=LOWER_BOUND, detect_races=True)
+    assert not races
+    want_o, want_state = expected(inputs)
+    assert error(o, want_o) < REGIMES["random"] and error(state, want_state) < REGIMES["random"]
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
+def test_interpreted_with_documents_and_a_ragged_tail():
+    """One block walks over all chunks, so that its buffers are used again; widths are padded."""
+    inputs = make("initial gate", tokens=131, heads=1, width=48, v_width=24)
+    ids = documents(131, EDGES)
+    o, state, _ = interpret(inputs, ids, lower_bound=LOWER_BOUND, blocks=1)
+    want_o, want_state = expected(inputs, ids)
+    assert error(o, want_o) < REGIMES["initial gate"] and error(state, want_state) < REGIMES["initial gate"]
+    assert not np.asarray(o)[np.asarray(ids) < 0].any()
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
+@pytest.mark.parametrize("case", ["a_basic", "b_ragged", "c_extreme", "d_packed"])
+def test_golden_cases_interpreted(case):
+    arrays = dict(np.load(GOLDEN / f"kda_{case}.npz"))
+    heads, width = arrays["q"].shape[2:]
+    narrow = [jnp.asarray(arrays[name], jnp.bfloat16 if i < 5 else jnp.float32) for i, name in enumerate(INPUTS)]
+    narrow[6] = narrow[6].reshape(heads, width)
+    narrow[7] = narrow[7][: arrays["q"].shape[0]]
+    ids = jnp.asarray(arrays["segment_ids"]) if case == "d_packed" else None
+    o, state, _ = interpret(narrow, ids, lower_bound=LOWER_BOUND)
+    want_o, want_state = expected(narrow, ids)
+    for head in range(heads):
+        limit = 2e-2 if case == "c_extreme" and head in (1, 3) else 4.5e-3  # heads 1 and 3 repeat keys without decay
+        assert error(o[:, :, head], want_o[:, :, head]) < limit, f"o of head {head}"
+        assert error(state[:, head], want_state[:, head]) < limit, f"state of head {head}"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", [(1, 128, 2, 128, 128), (2, 200, 3, 64, 96)])
+def test_lowers_for_cuda(shape, packed):
+    batch, tokens, heads, width, v_width = shape
+    narrow, wide = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    token = (batch, tokens, heads)
+    inputs = [narrow((*token, width)), narrow((*token, width)), narrow((*token, v_width)), narrow((*token, width)), narrow(token)]
+    inputs += [wide((heads,)), wide((heads, width))]
+    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32) if packed else None
+    run = jax.jit(lambda ids, *inputs: kda_hopper(*inputs, lower_bound=LOWER_BOUND, segment_ids_BT=ids))
+    text = run.trace(ids, *inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") >= 2
+
+
+def test_gradients_are_the_chunk_forms(monkeypatch):
+    """The kernels stand in for the chunk form's forward only; here they are replaced by it, as they do not run on a CPU."""
+    import pallas_kernels.kda.hopper as hopper
+
+    def stand_in(*inputs, interpret, **options):
+        o, state = kda(*inputs, implementation="chunked", **options)
+        return o * 2, state  # a value of its own: it must not enter the gradients
+
+    monkeypatch.setattr(hopper, "kda_forward", stand_in)
+    inputs, ids = make("random", tokens=40, heads=1, width=16, v_width=16), documents(40, (17, 33))
+
+    def gradients(form):
+        def pull_back(*inputs):
+            def call(*inputs):
+                return form(*inputs[:7], lower_bound=LOWER_BOUND, segment_ids_BT=ids, initial_state_BHKV=inputs[7])
+
+            results, pull_back = jax.vjp(call, *inputs)
+            return pull_back(jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), results))
+
+        return jax.jit(pull_back)(*inputs)
+
+    for got, want in zip(gradients(kda_hopper), gradients(functools.partial(kda, implementation="chunked")), strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want, np.float64), rtol=1e-2, atol=1e-6)
+
+
+def test_what_the_kernels_do_not_take():
+    inputs = make("random", tokens=16)
+    assert unsupported_reason(*inputs[:4]) is None
+    assert "float32" in unsupported_reason(inputs[0].astype(jnp.float32), *inputs[1:4])
+    wide = make("random", tokens=16, width=192)
+    with pytest.raises(ValueError, match="192 channels"):
+        kda_hopper(*wide[:7], lower_bound=LOWER_BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_values_and_bits_on_a_gpu(regime, packed):
+    inputs = make(regime, tokens=449, heads=3)
+    ids = documents(449, EDGES + (200, 330)) if packed else None
+    run = jax.jit(functools.partial(kda_hopper, lower_bound=LOWER_BOUND))
+    first, second = (run(*inputs[:7], segment_ids_BT=ids, initial_state_BHKV=inputs[7]) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    want_o, want_state = expected(inputs, ids)
+    assert error(first[0], want_o) < REGIMES[regime]
+    assert np.isfinite(np.asarray(first[1])).all()
