@@ -35,10 +35,10 @@ quickstart: $(BASE)  ## Train the small K3 of experiments/quickstart.py, or go o
 	@if [ -e $(RUN)/result.json ]; then \
 	    echo "$(RUN) is finished. To train it again: rm -r $(RUN) && make quickstart"; \
 	elif ls $(RUN)/checkpoints 2>/dev/null | grep -qxE '[0-9]+'; then \
-	    $(BIN)/k3train resume $(RUN); \
+	    exec $(BIN)/k3train resume $(RUN); \
 	else \
 	    if [ -e $(RUN) ]; then mv -v $(RUN) $(RUN).unsaved-$$(date +%Y%m%d-%H%M%S); fi; \
-	    $(BIN)/k3train train experiments/quickstart.py $(ARGS); \
+	    exec $(BIN)/k3train train experiments/quickstart.py $(ARGS); \
 	fi
 
 test: $(DEV)  ## Run the tests, except slow ones and those for accelerators

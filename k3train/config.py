@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -211,8 +212,9 @@ class Experiment:
         return self
 
 
-MAY_BE_ZERO = {"num_dense_layers", "weight_decay", "warmup_fraction", "final_fraction", "num_shared_experts"}
-MAY_BE_NEGATIVE = {"gate_lower_bound", "seed"}
+MAY_BE_ZERO = {"num_dense_layers", "weight_decay", "warmup_fraction", "final_fraction", "num_shared_experts", "seed"}
+MAY_BE_NEGATIVE = {"gate_lower_bound"}
+MAX_SEED = 2**32 - 1  # what a random key of 32-bit words takes
 
 
 def _nonpositive(node: object, path: str = "") -> Iterator[str]:
@@ -223,14 +225,20 @@ def _nonpositive(node: object, path: str = "") -> Iterator[str]:
             yield from _nonpositive(value, f"{where}.")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and name not in MAY_BE_NEGATIVE:
             if not math.isfinite(value) or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
-                yield f"{where} = {value}: must be {'zero or more' if name in MAY_BE_ZERO else 'greater than zero'}"
+                least = "zero or more" if name in MAY_BE_ZERO else "greater than zero"
+                yield f"{where} = {value}: must be {least}{'' if math.isfinite(value) else ' and finite'}"
 
 
 def _broken_rules(experiment: Experiment) -> Iterator[str]:
     """Rules that tie fields together."""
     model, data, mesh, optimizer = experiment.model, experiment.data, experiment.mesh, experiment.optimizer
-    if not experiment.name or "/" in experiment.name or experiment.name in (".", ".."):
-        yield f"name = {experiment.name!r}: must be a plain folder name"
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}", experiment.name):
+        yield f"name = {experiment.name!r}: must be a plain folder name of letters, digits and _ . + = -"
+    if "" in data.sources:
+        yield "data.sources holds an empty name: name a file or a folder"
+    for path, seed in (("seed", experiment.seed), ("data.seed", data.seed)):
+        if seed > MAX_SEED:
+            yield f"{path} = {seed}: must be at most {MAX_SEED}"
     if not model.mixer_pattern:
         yield "model.mixer_pattern is empty: name at least one mixer"
     if not -5.0 <= model.kda.gate_lower_bound < 0.0:
@@ -239,8 +247,8 @@ def _broken_rules(experiment: Experiment) -> Iterator[str]:
         yield f"model.moe.experts_per_token = {model.moe.experts_per_token}: model.moe.num_experts = {model.moe.num_experts} is fewer"
     if model.num_dense_layers > model.num_layers:
         yield f"model.num_dense_layers = {model.num_dense_layers}: only model.num_layers = {model.num_layers} exist"
-    if not 0.0 < data.heldout_fraction < 1.0:
-        yield f"data.heldout_fraction = {data.heldout_fraction}: must lie between 0 and 1"
+    if data.heldout_fraction >= 1.0:
+        yield f"data.heldout_fraction = {data.heldout_fraction}: must be below 1"
     fsdp = mesh.fsdp or 1  # unknown until the devices are
     rows = optimizer.microbatches * mesh.replica * fsdp
     if rows > 0 and data.batch_size % rows:
@@ -251,8 +259,9 @@ def _broken_rules(experiment: Experiment) -> Iterator[str]:
     for path, value in (
         ("schedule.warmup_fraction", experiment.schedule.warmup_fraction),
         ("schedule.final_fraction", experiment.schedule.final_fraction),
-        ("optimizer.beta1", optimizer.beta1),
-        ("optimizer.beta2", optimizer.beta2),
     ):
         if value > 1.0:
             yield f"{path} = {value}: must be at most 1"
+    for path, value in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
+        if value >= 1.0:
+            yield f"{path} = {value}: must be below 1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import types
 import typing
 from pathlib import Path
@@ -35,7 +36,14 @@ def from_dict(kind: type[T], data: object, where: str = "the configuration") -> 
 
 def save(experiment: Experiment, path: Path) -> None:
     """Writes the experiment to a JSON file."""
-    path.write_text(json.dumps(to_dict(experiment), indent=2) + "\n", encoding="utf-8")
+    write_json(path, to_dict(experiment))
+
+
+def write_json(path: Path, data: object) -> None:
+    """Writes a JSON file that is whole or absent, whenever the process ends."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def load(path: Path) -> Experiment:
@@ -45,7 +53,7 @@ def load(path: Path) -> Experiment:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
+        raise UserError(f"{path}: not JSON ({error}). Put it back as it was, or move the folder away and train anew.") from error
     return from_dict(Experiment, data, str(path)).validate()
 
 

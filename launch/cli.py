@@ -31,13 +31,45 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if wants_traceback:
             traceback.print_exc()
-        print(f"k3train: {error}", file=sys.stderr)
+        print(f"k3train: {_explained(error)}", file=sys.stderr)
         return 2
     except SystemExit as stop:  # help, version, and the messages that argparse and tyro print themselves
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         print("k3train: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:  # JAX is not imported here, so its error is known by what it says
+        if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+            raise
+        if wants_traceback:
+            traceback.print_exc()
+        print(
+            f"k3train: out of memory ({str(error).splitlines()[0][:200]}). Make the model, data.batch_size or data.sequence_length"
+            " smaller, raise optimizer.microbatches, or set model.remat to layer; `k3train summary` counts parameters.",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def command() -> NoReturn:
+    """The console script: `main`, and an end that waits for nobody.
+
+    After a failed save, Orbax's threads would keep a process alive that has nothing left to do.
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
+
+
+def _explained(error: Exception) -> str:
+    """The message; for an error of the file system, with what to do."""
+    if isinstance(error, OSError) and error.strerror:
+        files = " and ".join(str(name) for name in (error.filename, error.filename2) if name)
+        return f"{files or 'a file'}: {error.strerror}. Mend the path, its permissions or the disk's room, and try again."
+    return str(error)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,4 +108,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

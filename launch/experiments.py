@@ -48,14 +48,17 @@ def load(path: Path) -> Experiment:
     spec = importlib.util.spec_from_file_location(f"k3train_experiment_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: not a Python file; an experiment's name ends in .py")
+    absolute = path.absolute()  # as in tracebacks; before the file runs, which may change the working folder
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses defined in the file look themselves up here
     try:
         spec.loader.exec_module(module)
         make = getattr(module, "experiment", None)
         result = make() if callable(make) else None
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{_place(path, error)}: {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{_place(path, absolute, error)}: {type(error).__name__}: {error}") from error
     if not callable(make):
         raise UserError(f"{path}: defines no function `experiment() -> Experiment`")
     if not isinstance(result, Experiment):
@@ -63,11 +66,11 @@ def load(path: Path) -> Experiment:
     return config_io.from_dict(Experiment, config_io.to_dict(result), f"{path}: experiment()")
 
 
-def _place(path: Path, error: BaseException) -> str:
-    """The file and the last of its lines on the way to the error."""
+def _place(path: Path, absolute: Path, error: BaseException) -> str:
+    """The file as the user named it, and the last of its lines on the way to the error."""
     if isinstance(error, SyntaxError) and error.lineno:
         return f"{path}, line {error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).absolute() == absolute]
     return f"{path}, line {frames[-1].lineno}" if frames else str(path)
 
 

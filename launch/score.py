@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +39,16 @@ def run(options: argparse.Namespace) -> None:
     """Checks the inputs, loads the model, writes the logits batch by batch, and moves the whole file into place."""
     if options.batch_size < 1:
         raise UserError(f"--batch-size {options.batch_size}: must be at least 1")
+    if options.out.is_dir():
+        raise UserError(f"{options.out} is a folder: --out must name the .npy file to write")
     if options.out.exists() and not options.overwrite:
         raise UserError(f"{options.out} exists: choose another --out, or give --overwrite")
     if not options.out.parent.is_dir():
         raise UserError(f"{options.out}: its folder {options.out.parent} does not exist")
     tokens_BT = read_tokens(options.tokens)
+    from k3train.train import compile_cache
+
+    compile_cache.enable()
     config, params = load_model(options.model)
     _check_range(tokens_BT, config.vocab_size, options.tokens)
     write_logits(config, params, tokens_BT, options.out, options.batch_size)
@@ -56,8 +63,8 @@ def read_tokens(path: Path) -> np.ndarray:
         tokens_BT = np.load(path, allow_pickle=False)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path}: not an .npy array ({error})") from error
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: not an .npy array of numbers, or damaged; write the token ids with numpy.save") from error
     if not isinstance(tokens_BT, np.ndarray):
         raise UserError(f"{path}: holds several arrays; give an .npy file with the token ids alone")
     if tokens_BT.ndim != 2 or not np.issubdtype(tokens_BT.dtype, np.integer) or tokens_BT.size == 0:
@@ -89,6 +96,9 @@ def load_model(folder: Path) -> tuple[ModelConfig, Any]:
         config = hugging_face.read_config(folder)
         config = dataclasses.replace(config, dtypes=dataclasses.replace(config.dtypes, parameters="float32", compute="float32"))
         return config, stacks.stack(hugging_face.read_checkpoint(folder, config), config)
+
+    if hugging_face.describes_model(folder):
+        raise UserError(f"{folder}: a Hugging Face folder without *.safetensors; put the weights beside its config.json")
 
     from k3train.train import loop
     from k3train.train.checkpoints import Checkpoints
@@ -125,8 +135,11 @@ def write_logits(config: ModelConfig, params: Any, tokens_BT: np.ndarray, out: P
         decoder = nnx.merge(graphdef, params)
         return decoder(tokens_BT, jax.numpy.zeros_like(tokens_BT), layout=LocalLayout()).logits_BTV
 
-    partial = out.with_name(f"{out.name}.partial")
+    descriptor, name = tempfile.mkstemp(dir=out.parent, prefix=".k3train-score-", suffix=".partial")
+    os.close(descriptor)
+    partial = Path(name)
     try:
+        partial.chmod(0o666 & ~_umask())  # mkstemp's file is the owner's alone
         logits_BTV = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=(B, T, config.vocab_size))
         with jax.default_matmul_precision("highest"):
             for start in range(0, B, rows):
@@ -137,3 +150,9 @@ def write_logits(config: ModelConfig, params: Any, tokens_BT: np.ndarray, out: P
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(mask)
+    return mask

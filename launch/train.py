@@ -52,14 +52,13 @@ def new_run_folder(experiment: Experiment) -> Path:
     folder = Path(experiment.runs_folder) / experiment.name
     config = folder / CONFIG_FILE
     if folder.exists():
-        present = [path.name for path in folder.iterdir()] if folder.is_dir() else ["a file"]
+        present = [path.name for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else ["a file"]
         if present == [CONFIG_FILE] and config_io.load(config) == experiment:
             return folder
         if CONFIG_FILE in present:
-            raise UserError(
-                f"{folder} already holds a run: `k3train resume {folder}` goes on with it, --name starts a new one beside it."
-                " Nothing was changed."
-            )
+            from k3train.train.loop import way_on  # imports JAX
+
+            raise UserError(f"{folder} already holds a run. {way_on(folder)} Nothing was changed.")
         if present:
             raise UserError(f"{folder} exists and is not an empty folder: choose another --name or --runs-folder. Nothing was changed.")
     folder.mkdir(parents=True, exist_ok=True)

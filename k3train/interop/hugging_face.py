@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 
 from k3train.config import ModelConfig
 from k3train.errors import UserError
-from k3train.interop.hugging_face_config import read_config, write_config
+from k3train.interop.hugging_face_config import describes_model, read_config, write_config
 from k3train.interop.hugging_face_names import PREFIX, Stored, stored
 from k3train.models.parameters import abstract
 from k3train.models.stacks import unstack
 
-__all__ = ["is_checkpoint", "read_checkpoint", "read_config", "write_checkpoint"]
+__all__ = ["describes_model", "is_checkpoint", "read_checkpoint", "read_config", "write_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -91,6 +91,11 @@ def write_checkpoint(folder: Path, config: ModelConfig, canonical: Mapping[str, 
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _is_file_name(value: object) -> bool:
+    """Whether it names something in the folder itself, on any system."""
+    return isinstance(value, str) and value not in ("", ".", "..") and not any(mark in value for mark in "/\\:\0")
+
+
 def _keys(path: jax.tree_util.KeyPath) -> tuple[str, ...]:
     return tuple(str(entry.key) for entry in path)  # type: ignore[attr-defined]
 
@@ -111,9 +116,8 @@ class _Folder:
         self.folder = folder
         self.files: dict[str, Any] = {}
         self.file_of = self._locate()
-        text = [name for name in self.file_of if name.startswith(PREFIX)]
-        self.prefix = PREFIX if text else ""
-        self.unread = set(text) if text else {name for name in self.file_of if not name.startswith(OTHER_MODULES)}
+        self.prefix = PREFIX if any(name.startswith(PREFIX) for name in self.file_of) else ""
+        self.unread = {name for name in self.file_of if not name.startswith(OTHER_MODULES)}
         self.problems: list[str] = []
 
     def leaf(self, rule: Stored, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -180,9 +184,15 @@ class _Folder:
         index = self.folder / INDEX
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{index}: not an index of safetensors files ({error!r})") from error
+            if not isinstance(weight_map, dict):
+                raise UserError(f"{index}: not an index of safetensors files (weight_map is not an object)")
+            for name, file in weight_map.items():
+                if not _is_file_name(file):
+                    raise UserError(f"{index}: weight_map.{name} = {json.dumps(file)}: must be the plain name of a file in this folder")
+            return weight_map
         files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if not files:
             raise UserError(f"{self.folder}: holds no *.safetensors file")

@@ -66,6 +66,15 @@ FIXED_IF_PRESENT = {
 LATENT_NORM_EPS = MLAConfig().latent_norm_eps
 
 
+def describes_model(folder: Path) -> bool:
+    """Whether the folder has a `config.json` as Hugging Face models have it, of this architecture or another; False if unreadable."""
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and any(name in data for name in ("model_type", "architectures", "text_config"))
+
+
 def read_config(folder: Path) -> ModelConfig:
     """The model that a folder's `config.json` describes; its text fields may be nested under `text_config`.
 
@@ -131,6 +140,9 @@ def _unsupported(text: Json) -> list[str]:
         found = _get(text, name)
         if found != value and not (found is None and name in FIXED_IF_PRESENT):
             problems.append(f"{name} = {json.dumps(found)}: only {json.dumps(value)} is supported")
+    count = text.get("num_hidden_layers")
+    if count is not None and type(count) is not int:  # true is an int too
+        problems.append(f"num_hidden_layers must be a whole number, found {json.dumps(count)}")
     key_heads, heads = text.get("num_key_value_heads"), text.get("num_attention_heads")
     if key_heads not in (None, heads):
         problems.append(f"num_key_value_heads = {key_heads}: must equal num_attention_heads = {heads}")
@@ -142,13 +154,15 @@ def _mixers(text: Json, path: Path) -> tuple[Mixer, ...]:
     kda, mla = (_get(text, f"linear_attn_config.{name}") for name in ("kda_layers", "full_attn_layers"))
     named = [*kda, *mla] if isinstance(kda, list) and isinstance(mla, list) else []
     count = text["num_hidden_layers"]
-    layers = list(range(1, count + 1)) if isinstance(count, int) else []
-    if not all(isinstance(layer, int) for layer in named) or sorted(named) != layers:
+    whole = all(isinstance(layer, int) for layer in named)
+    # Lengths first: a range as long as a mistyped count may not fit in memory.
+    if not whole or len(named) != count or sorted(named) != list(range(1, count + 1)):
         raise UserError(
             f"{path}: linear_attn_config.kda_layers and full_attn_layers must name each of the num_hidden_layers = {count} layers once,"
             " counted from 1"
         )
-    return tuple("kda" if layer in set(kda) else "gated_mla" for layer in layers)
+    kda_layers = set(kda)
+    return tuple("kda" if layer in kda_layers else "gated_mla" for layer in range(1, count + 1))
 
 
 def _pattern(mixers: tuple[Mixer, ...]) -> Json:

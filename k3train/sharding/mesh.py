@@ -29,6 +29,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     if config.replica * fsdp != count:
         hint = f"set mesh.fsdp = {count // config.replica}" if count % config.replica == 0 else f"set mesh.replica to a divisor of {count}"
         raise UserError(
-            f"mesh.replica * mesh.fsdp = {config.replica} * {fsdp} = {config.replica * fsdp}, but there are {count} devices: {hint}."
+            f"mesh.replica * mesh.fsdp = {config.replica} * {fsdp} = {config.replica * fsdp}, but the number of devices is {count}: {hint}."
         )
     return Mesh(np.asarray(devices).reshape(config.replica, fsdp), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -45,8 +45,11 @@ def assemble(experiment: Experiment, boundary_id: int) -> Assembly:
     """Builds everything that depends on the config alone.
 
     Raises:
-      UserError: the mesh does not fit the devices, or the batch does not fit the mesh.
+      UserError: the mesh does not fit the devices, the batch does not fit the mesh, or a dtype is switched off.
     """
+    dtypes = experiment.model.dtypes
+    if "float64" in (dtypes.parameters, dtypes.compute) and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise UserError("model.dtypes asks for float64: set JAX_ENABLE_X64=1 in the environment, or use float32.")
     placement = place(experiment.mesh)
     _check_rows(experiment, placement.row_shards)
     graphdef, params, axes = parameters.abstract(experiment.model)
@@ -66,8 +69,8 @@ def assemble(experiment: Experiment, boundary_id: int) -> Assembly:
         return train_state.create(initialize(experiment.model, experiment.seed), optimizer)
 
     rows = (experiment.data.batch_size, experiment.data.sequence_length)
-    dtypes = dict.fromkeys(Batch._fields, np.int32) | {"loss_mask": np.float32}
-    fields: dict[str, Any] = {name: jax.ShapeDtypeStruct(rows, dtype, sharding=placement.batch) for name, dtype in dtypes.items()}
+    kinds = dict.fromkeys(Batch._fields, np.int32) | {"loss_mask": np.float32}
+    fields: dict[str, Any] = {name: jax.ShapeDtypeStruct(rows, dtype, sharding=placement.batch) for name, dtype in kinds.items()}
     return Assembly(
         target=jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings),
         batch=Batch(**fields),

@@ -16,12 +16,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from k3train import config_io
 from k3train.config import CheckpointConfig, ModelConfig
 from k3train.errors import UserError
 from k3train.models import stacks
 from k3train.train.state import TrainState, Tree, path_of
 
 FORMAT = 1
+KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "dict": dict}  # of the record's fields, as JSON gives them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,9 @@ class Checkpoints:
         """
         step = self._existing(step)
         data = self._read(step, "record", ocp.args.JsonRestore())
-        if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != {item.name for item in fields(Record)}:
+        kinds = {item.name: KINDS[str(item.type).partition("[")[0]] for item in fields(Record)}
+        known = isinstance(data, dict) and set(data) == set(kinds) and all(isinstance(data[name], kind) for name, kind in kinds.items())
+        if not known or data["format"] != FORMAT or data["step"] != step:
             raise UserError(f"{self.folder / str(step)}: not a checkpoint of this version of k3train (record format {FORMAT} expected).")
         return Record(**data)
 
@@ -132,6 +136,8 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
         except Exception as error:  # Orbax, TensorStore, JSON and the file system each have their own
+            if item != "record" and self._of_another_model(step):
+                raise UserError(f"{self.folder / str(step)}: saved by another model than the run's configuration describes.") from error
             others = [other for other in self.steps() if other != step]
             remedy = (
                 f"The newest other step is {others[-1]}: move the folder {step} away to go on from there."
@@ -139,9 +145,16 @@ class Checkpoints:
                 else "No other step is saved here."
             )
             raise UserError(
-                f"{self.folder / str(step)}: the checkpoint's {item} cannot be read, or belong to another model"
+                f"{self.folder / str(step)}: the checkpoint's {item} cannot be read"
                 f" ({type(error).__name__}: {_first_line(error)}).\n{remedy} Nothing was changed."
             ) from error
+
+    def _of_another_model(self, step: int) -> bool:
+        """Whether the record names a model of other parameters. How it computes (dtypes, remat) makes no other model."""
+        saved, wanted = self.record(step).experiment.get("model"), config_io.to_dict(self._model)
+        return isinstance(saved, dict) and any(
+            saved.get(name) != value for name, value in wanted.items() if name not in ("dtypes", "remat")
+        )
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -177,7 +190,10 @@ def stored(leaves: dict[str, Any], target: Tree, config: ModelConfig) -> Tree:
 
 
 def _nothing_saved(folder: Path) -> UserError:
-    return UserError(f"{folder}: no checkpoint here. Give the folder of a run that saved at least once, or start the run anew.")
+    return UserError(
+        f"{folder}: no checkpoint here: the run was cut off before its first save, or this is no run's folder.\n"
+        f"Move {folder.parent} away and give the `k3train train` command again. Nothing was changed."
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ Nothing waits for the device on the way from one step to the next: a step's metr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import jax
 from k3train import config_io
 from k3train.config import Experiment
 from k3train.data.batch import Batch
+from k3train.errors import UserError
 from k3train.train import evaluation, result
 from k3train.train.checkpoints import Checkpoints, Record
 from k3train.train.evaluation import Heldout, Sums
@@ -75,11 +77,21 @@ class Course:
         self.read_metrics()
 
     def read_metrics(self) -> None:
-        """Waits for the newest step of which the metrics are unread, shows and writes them."""
+        """Waits for the newest step of which the metrics are unread, shows and writes them.
+
+        Raises:
+          UserError: its loss or gradient is not finite.
+        """
         if self.unread is None:
             return
         (step, on_device), self.unread = self.unread, None
         values = jax.device_get(on_device)
+        if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+            saved = f"The newest saved step is {self.saved_step}. " if self.saved_step else "No step is saved. "
+            raise UserError(
+                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite. The run stops, this step unsaved.\n"
+                f"{saved}Lower optimizer.peak_lr or look at the text, and start a run with another --name."
+            )
         tokens = int(values.pop("tokens"))
         self.tokens += tokens
         self.rate.add(tokens)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +56,7 @@ def run(experiment: Experiment, run_folder: Path, *, resume: bool = False, conso
     def announce(_: int) -> None:
         console.print("Stopping as soon as this step is finished and saved. Ask again to stop at once.", highlight=False)
 
-    with StopRequest(announce) as stop:
+    with _alone(run_folder), StopRequest(announce) as stop:
         data = open_data(experiment.data)
         _check_vocabulary(experiment, data)
         if record is not None:
@@ -165,10 +167,29 @@ def _newest_record(experiment: Experiment, run_folder: Path) -> Record:
 def _refuse_existing_run(run_folder: Path) -> None:
     existing = [name for name in (CHECKPOINTS_FOLDER, METRICS_FILE, RESULT_FILE) if (run_folder / name).exists()]
     if existing:
-        raise UserError(
-            f"{run_folder} already holds a run ({', '.join(existing)}). Go on with it by `k3train resume {run_folder}`, "
-            "or start a new one under another --name. Nothing was changed."
-        )
+        raise UserError(f"{run_folder} already holds a run ({', '.join(existing)}). {way_on(run_folder)} Nothing was changed.")
+
+
+def way_on(run_folder: Path) -> str:
+    """What to do about a run folder that is in the way."""
+    checkpoints = run_folder / CHECKPOINTS_FOLDER
+    if checkpoints.is_dir() and any(path.name.isdigit() for path in checkpoints.iterdir()):
+        return f"Go on with it by `k3train resume {run_folder}`, or start a new one under another --name."
+    return f"It was cut off before its first save: move it away (`mv {run_folder} {run_folder}.unsaved`), or choose another --name."
+
+
+@contextlib.contextmanager
+def _alone(run_folder: Path) -> Iterator[None]:
+    """Locks the run folder for this process; the lock goes with the process, however that ends."""
+    folder = os.open(run_folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_folder}: another process is training here. Wait for it, or stop it with Ctrl-C.") from None
+        yield
+    finally:
+        os.close(folder)
 
 
 def _check_vocabulary(experiment: Experiment, data: Data) -> None:

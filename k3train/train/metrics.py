@@ -57,14 +57,14 @@ class JsonLines:
 
 
 def read(path: Path) -> list[Line]:
-    """Every whole line of a metrics file; a last line torn by a crash is left out."""
+    """Every whole line of a metrics file; a line torn by a crash, or not of ours, is left out."""
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict) and "step" in line:
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
     return lines
 

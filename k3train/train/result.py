@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from k3train.config_io import write_json
+from k3train.errors import UserError
 from k3train.train.progress import duration
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -39,12 +41,19 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Writes the JSON file."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_json(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> Result:
-        """Reads what `save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        """Reads what `save` wrote.
+
+        Raises:
+          UserError: the file is damaged.
+        """
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}: not the result of a run ({error}). Delete it: `k3train resume` then writes it anew.") from error
 
 
 def versions() -> dict[str, str]:

@@ -141,6 +141,15 @@ def test_unexpected_tensor_is_named(tmp_path):
     assert f"{extra} (model.safetensors): unexpected" in message
 
 
+def test_unexpected_tensor_without_prefix_beside_prefixed_ones(canonical, tmp_path):
+    extras = {"vision_tower.norm.weight": np.zeros(2, np.float32), "mm_projector.0.weight": np.zeros(2, np.float32)}
+    assert_same(hugging_face.read_checkpoint(changed_copy(tmp_path, lambda tensors: tensors.update(extras)), CONFIG), canonical)
+    extras["model.adapter.weight"] = np.zeros(2, np.float32)
+    message = refusal(changed_copy(tmp_path, lambda tensors: tensors.update(extras)))
+    assert "model.adapter.weight (model.safetensors): unexpected" in message
+    assert "vision_tower" not in message and "mm_projector" not in message
+
+
 def test_integer_tensor_is_refused(tmp_path):
     message = refusal(changed_copy(tmp_path, lambda tensors: tensors.update({ROUTER: np.zeros((16, 64), np.int32)})))
     assert ROUTER in message and "has type I32" in message
@@ -174,6 +183,17 @@ def test_index_that_is_no_index(canonical, tmp_path):
     hugging_face.write_checkpoint(tmp_path, CONFIG, canonical, shard_bytes=800_000)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     assert "not an index of safetensors files" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("file", [3, None, ["a"], "", "..", "../model.safetensors", "/model.safetensors", "a\\b", "C:x", "a\0"])
+def test_index_names_plain_files_alone(tmp_path, file):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {ROUTER: file}}))
+    assert f"weight_map.{ROUTER} = {json.dumps(file)}: must be the plain name of a file" in refusal(tmp_path)
+
+
+def test_index_whose_map_is_a_list(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": [[ROUTER, "model.safetensors"]]}))
+    assert "weight_map is not an object" in refusal(tmp_path)
 
 
 def test_folder_without_weights(tmp_path):

@@ -94,6 +94,10 @@ def test_layer_lists_of_the_released_model(tmp_path):
         ({"hidden_size": -64}, "model.d_model = -64: must be greater than zero"),
         ({"linear_attn_config.kda_layers": [0, 1, 2, 4, 5, 6]}, "must name each of the num_hidden_layers = 9 layers once, counted from 1"),
         ({"linear_attn_config.full_attn_layers": "all"}, "must name each of the num_hidden_layers = 9 layers once"),
+        ({"num_hidden_layers": 1_000_000_000}, "must name each of the num_hidden_layers = 1000000000 layers once"),
+        ({"num_hidden_layers": -1}, "must name each of the num_hidden_layers = -1 layers once"),
+        ({"num_hidden_layers": "4"}, 'num_hidden_layers must be a whole number, found "4"'),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number, found true"),
         ({"linear_attn_config": 3}, "linear_attn_config.num_heads: missing"),
     ],
 )

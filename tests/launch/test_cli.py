@@ -147,7 +147,7 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(tiny_experiment, tmp_path
     (folder / "config.json").write_text("{}")
     (folder / "metrics.jsonl").write_text("kept")
     message = refusal(capsys, "train", tiny_experiment, "--runs-folder", tmp_path)
-    assert f"{folder} already holds a run" in message and f"k3train resume {folder}" in message and "--name" in message
+    assert f"{folder} already holds a run" in message and f"mv {folder}" in message and "--name" in message  # nothing is saved
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"config.json": "{}", "metrics.jsonl": "kept"}
 
 
@@ -191,3 +191,29 @@ def test_resume_without_a_checkpoint(tiny_experiment, tmp_path, capsys):
     folder = train.new_run_folder(experiment)
     assert "no checkpoint" in refusal(capsys, "resume", folder)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_running_out_of_memory_is_one_message(monkeypatch, capsys):
+    def run(_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 102800000000 bytes.")
+
+    monkeypatch.setattr("launch.summary.run", run)
+    assert cli.main(["summary", "any.py"]) == 2
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_process(tiny_experiment, tmp_path):
+    """A full disk, as the checkpoint library sees it: the process says so and ends, though its threads still wait."""
+    script = (
+        "import threading, time\n"
+        "from k3train.errors import UserError\n"
+        "from launch import cli, summary\n"
+        "def run(_):\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "    raise UserError('a checkpoint could not be written')\n"
+        "summary.run = run\n"
+        "import sys; sys.argv = ['k3train', 'summary', 'any.py']\n"
+        "cli.command()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert ended.returncode == 2 and "could not be written" in ended.stderr

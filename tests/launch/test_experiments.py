@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -34,13 +35,13 @@ def test_overrides_are_typed_and_take_dashes_and_underscores(tiny_experiment):
         tiny_experiment, "--model.d-model", "32", "--model.kda.head_dim=4", "--optimizer.peak-lr", "1",
         "--model.kda.gate-lower-bound", "-2.5",
         "--model.mixer-pattern", "kda", "kda", "gated_mla",
-        "--model.last-mixer", "None", "--data.sources", "a", "b", "--seed", "-1",
+        "--model.last-mixer", "None", "--data.sources", "a", "b", "--seed", "11",
     )  # fmt: skip
     model = experiment.model
     assert (model.d_model, model.kda.head_dim, model.kda.gate_lower_bound) == (32, 4, -2.5)
     assert (model.mixer_pattern, model.last_mixer) == (("kda", "kda", "gated_mla"), None)
     assert experiment.optimizer.peak_lr == 1.0 and isinstance(experiment.optimizer.peak_lr, float)
-    assert (experiment.data.sources, experiment.seed) == (("a", "b"), -1)
+    assert (experiment.data.sources, experiment.seed) == (("a", "b"), 11)
 
 
 def test_overridden_experiment_survives_json(tiny_experiment, tmp_path):
@@ -107,6 +108,7 @@ def test_rules_are_checked_after_overrides(tiny_experiment):
         ("import no_such_module_anywhere", "exp.py, line 1: ModuleNotFoundError"),
         ("def experiment(:", "exp.py, line 1: SyntaxError"),
         ("raise SystemExit(0)", "exp.py, line 1: SystemExit"),
+        ("class Stop(BaseException): pass\nraise Stop('enough')", "exp.py, line 2: Stop: enough"),
         (HEADER + "return Experiment(name='a', model=ModelConfig(d_modle=3))", "exp.py, line 3: TypeError"),
         (HEADER + "return Experiment(name='a', model=ModelConfig(d_model='3'))", "model.d_model = '3': must be a whole number"),
         (HEADER + "return Experiment(name='a', model=None)", "model = None: must be an object with the fields of ModelConfig"),
@@ -114,6 +116,20 @@ def test_rules_are_checked_after_overrides(tiny_experiment):
 )
 def test_files_that_give_no_experiment(experiment_file, text, message):
     assert message in refusal(experiment_file(text))
+
+
+@pytest.mark.parametrize("before", ["", "import os; os.chdir('/')"])
+def test_relative_path_gives_the_line_too(experiment_file, tmp_path, monkeypatch, before):
+    (tmp_path / "below").mkdir()
+    experiment_file(f"{before}\n" + HEADER + "return undefined_name")
+    for folder, path in ((tmp_path, "exp.py"), (tmp_path / "below", "../exp.py")):
+        monkeypatch.chdir(folder)
+        assert refusal(Path(path)).startswith(f"{path}, line 4: NameError")
+
+
+def test_interrupt_in_the_file_stays_one(experiment_file):
+    with pytest.raises(KeyboardInterrupt):
+        resolve(experiment_file("raise KeyboardInterrupt"))
 
 
 def test_lists_and_whole_numbers_pass_for_tuples_and_floats(experiment_file):
@@ -157,3 +173,20 @@ def test_saved_config_that_is_none(tmp_path, text, message):
     with pytest.raises(UserError) as caught:
         config_io.load(path)
     assert message in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("--seed", str(2**40), "seed = 1099511627776: must be at most 4294967295"),
+        ("--seed", "-1", "seed = -1: must be zero or more"),
+        ("--optimizer.beta1", "1.0", "optimizer.beta1 = 1.0: must be below 1"),
+        ("--model.init-std", "inf", "model.init_std = inf: must be greater than zero and finite"),
+        ("--data.sources", "", "data.sources holds an empty name"),
+        ("--name", "a b", "must be a plain folder name"),
+    ],
+)
+def test_values_that_would_mislead_are_refused(tiny_experiment, field, value, message):
+    with pytest.raises(UserError) as error:
+        experiments.resolve(tiny_experiment, [field, value], "k3train train")
+    assert message in str(error.value)

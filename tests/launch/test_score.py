@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from k3train.errors import UserError
 from launch import cli
 from tests.golden import FOLDER, load
 
@@ -45,7 +46,9 @@ def test_golden_logits(tmp_path):
     logits = np.load(tmp_path / "logits.npy")
     assert logits.dtype == np.float32
     np.testing.assert_allclose(logits, io["logits"][order], rtol=0, atol=2e-3)
-    assert not (tmp_path / "logits.npy.partial").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.npy", "tokens.npy"]
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "logits.npy").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_existing_output_is_kept_unless_told(tmp_path, tokens, capsys):
@@ -53,6 +56,31 @@ def test_existing_output_is_kept_unless_told(tmp_path, tokens, capsys):
     out.write_text("mine")
     assert "--overwrite" in refusal(capsys, GOLDEN, tokens, out)
     assert out.read_text() == "mine"
+
+
+def test_file_called_partial_is_kept_and_compilations_too(tmp_path, tokens, monkeypatch):
+    enabled = []
+    monkeypatch.setattr("k3train.train.compile_cache.enable", lambda: enabled.append(True))
+    mine = tmp_path / "logits.npy.partial"
+    mine.write_text("mine")
+    assert score(GOLDEN, tokens, tmp_path / "logits.npy") == 0
+    assert mine.read_text() == "mine" and enabled
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.npy", "logits.npy.partial", "tokens.npy"]
+
+
+def test_temporary_file_goes_when_the_model_fails(tmp_path, tokens, monkeypatch, capsys):
+    def fail(*_: object) -> None:
+        raise UserError("no space")
+
+    monkeypatch.setattr("launch.score.os.replace", fail)
+    assert "no space" in refusal(capsys, GOLDEN, tokens, tmp_path / "logits.npy")
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens.npy"]
+
+
+def test_output_that_is_a_folder(tmp_path, tokens, capsys):
+    (tmp_path / "logits").mkdir()
+    for options in ([], ["--overwrite"]):
+        assert "logits is a folder" in refusal(capsys, tmp_path / "no_model_is_read", tokens, tmp_path / "logits", *options)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +103,9 @@ def test_tokens_that_are_no_array(tmp_path, capsys):
     path, out = tmp_path / "tokens.npy", tmp_path / "logits.npy"
     assert "cannot be read" in refusal(capsys, GOLDEN, path, out)
     path.write_text("1 2 3")
+    message = refusal(capsys, GOLDEN, path, out)
+    assert "not an .npy array" in message and "numpy.save" in message and "pickle" not in message
+    path.write_bytes(b"PK\3\4 cut short")
     assert "not an .npy array" in refusal(capsys, GOLDEN, path, out)
     with path.open("wb") as file:
         np.savez(file, a=np.zeros((1, 2), np.int32))
@@ -86,6 +117,10 @@ def test_models_that_are_none(tmp_path, tokens, capsys):
     assert "no such folder" in refusal(capsys, tmp_path / "none", tokens, out)
     (tmp_path / "empty").mkdir()
     assert "neither a run" in refusal(capsys, tmp_path / "empty", tokens, out)
+    for text in ('{"model_type": "kimi_linear"}', '{"architectures": []}', '{"text_config": {}}'):
+        (tmp_path / "empty" / "config.json").write_text(text)
+        message = refusal(capsys, tmp_path / "empty", tokens, out)
+        assert "a Hugging Face folder without *.safetensors" in message and message.count("\n") == 1
     assert "must be at least 1" in refusal(capsys, GOLDEN, tokens, out, "--batch-size", "0")
     assert "does not exist" in refusal(capsys, GOLDEN, tokens, tmp_path / "none" / "logits.npy")
 

@@ -35,7 +35,7 @@ def split_by(degree: int) -> Mesh:
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_advice(config: MeshConfig, advice: str):
-    with pytest.raises(UserError, match="8 devices") as error:
+    with pytest.raises(UserError, match="number of devices is 8") as error:
         make_mesh(config, EIGHT)
     assert advice in str(error.value)
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from k3train import config_io
 from k3train.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from k3train.errors import UserError
 from k3train.models import parameters
@@ -34,14 +35,15 @@ def example_state(step: int, model: ModelConfig) -> TrainState:
     return state._replace(step=jax.device_put(np.int32(step), DEVICE))
 
 
-def record(step: int) -> Record:
-    return Record(step=step, seconds=1.5, tokens=7, data_fingerprint="abc", experiment={"name": "run", "list": [1, 2]}, versions={})
+def record(step: int, model: ModelConfig | None = None) -> Record:
+    experiment = {"name": "run", "list": [1, 2]} | ({"model": config_io.to_dict(model)} if model else {})
+    return Record(step=step, seconds=1.5, tokens=7, data_fingerprint="abc", experiment=experiment, versions={})
 
 
 def save(folder: Path, steps: tuple[int, ...], model: ModelConfig) -> None:
     with Checkpoints(folder, model, SAVES) as checkpoints:
         for step in steps:
-            checkpoints.save(example_state(step, model), record(step))
+            checkpoints.save(example_state(step, model), record(step, model))
 
 
 def assert_equal(a, b) -> None:
@@ -66,7 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, model: ModelConfig) -> Path:
 def test_a_state_comes_back_bit_for_bit(saved: Path, model: ModelConfig):
     with Checkpoints(saved, model) as checkpoints:
         assert checkpoints.steps() == [5, 9]
-        assert checkpoints.record() == record(9) and checkpoints.record(5) == record(5)
+        assert checkpoints.record() == record(9, model) and checkpoints.record(5) == record(5, model)
         assert_equal(checkpoints.restore(target(model)), example_state(9, model))
         assert_equal(checkpoints.restore(target(model), 5), example_state(5, model))
         assert_equal(checkpoints.restore_params(target(model).params, 5), example_state(5, model).params)

@@ -11,13 +11,15 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
-from k3train.config import CheckpointConfig, DataConfig, Experiment, LoggingConfig, MeshConfig, ScheduleConfig
+from k3train.config import CheckpointConfig, DataConfig, DtypePolicy, Experiment, LoggingConfig, MeshConfig, ScheduleConfig
 from k3train.data.loader import open_data
 from k3train.errors import UserError
 from k3train.train import assembly, course, loop, metrics
@@ -208,3 +210,27 @@ def test_nothing_is_written_before_the_input_is_found_good(experiment: Experimen
     with pytest.raises(UserError, match="schedule.steps = 0"):
         go(dataclasses.replace(experiment, schedule=ScheduleConfig(steps=0)), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("figures", [{"loss": math.nan, "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": math.inf}])
+def test_a_step_that_is_not_finite_ends_the_run_before_it_is_saved(figures: dict[str, float]):
+    run = SimpleNamespace(unread=(3, figures), saved_step=2)
+    with pytest.raises(UserError, match="step 3: .*not finite.*\n.*newest saved step is 2"):
+        course.Course.read_metrics(cast(course.Course, run))
+
+
+def test_one_process_at_a_time(experiment: Experiment, tmp_path: Path):
+    with loop._alone(tmp_path), pytest.raises(UserError, match="another process is training here"):
+        loop.run(experiment, tmp_path, console=Console(file=io.StringIO()))
+
+
+def test_a_run_cut_off_before_its_first_save_names_the_way_out(experiment: Experiment, tmp_path: Path):
+    (tmp_path / loop.METRICS_FILE).write_text("")
+    with pytest.raises(UserError, match=f"mv {tmp_path}"):
+        loop.run(experiment, tmp_path, console=Console(file=io.StringIO()))
+
+
+def test_float64_needs_its_switch(experiment: Experiment, tmp_path: Path):
+    wide = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, dtypes=DtypePolicy(compute="float64")))
+    with pytest.raises(UserError, match="JAX_ENABLE_X64"):
+        loop.run(wide, tmp_path, console=Console(file=io.StringIO()))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from k3train.errors import UserError
 from k3train.train import result
 
 RESULT = result.Result(
@@ -49,3 +50,9 @@ def test_smoothing_keeps_straight_lines():
     assert result.smooth(line) == pytest.approx(line)
     assert result.smooth([1.0, -1.0] * 40)[20:60] == pytest.approx([0.0] * 40, abs=0.12)
     assert result.smooth([2.0]) == [2.0]
+
+
+def test_a_torn_result_is_named(tmp_path: Path):
+    (tmp_path / "result.json").write_text('{"name": "sm')
+    with pytest.raises(UserError, match="result.json: not the result of a run"):
+        result.Result.load(tmp_path / "result.json")
