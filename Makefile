@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-FAST := not slow and not gpu and not tpu
+FAST := not slow and not gpu and not tpu and not aot
 RUN := runs/quickstart
 
 # Marks of a finished installation, one per set of extras. They count only in an environment that runs and has not been moved.
@@ -24,7 +24,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test test-numerics test-slow test-gpu lint format clean stale
+.PHONY: help install quickstart test test-numerics test-slow test-gpu test-tpu compile-for-tpu lint format clean stale
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -48,10 +48,17 @@ test-numerics: $(DEV)  ## Run the tests of values and gradients: golden arrays, 
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "numerics and $(FAST)" $(ARGS)
 
 test-slow: $(DEV)  ## Run the slow tests
-	$(PYTEST) -m "slow and not gpu and not tpu" $(ARGS)
+	$(PYTEST) -m "slow and not gpu and not tpu and not aot" $(ARGS)
 
 test-gpu: $(DEV)-gpu  ## Run the tests that need an NVIDIA GPU
 	JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
+
+# libtpu slows every start of JAX, so it has an environment of its own beside the usual one.
+test-tpu:  ## Compile kernels and a train step for TPUs, with no TPU here, in an environment of its own
+	@$(MAKE) --no-print-directory compile-for-tpu VENV=$(VENV)-tpu
+
+compile-for-tpu: $(DEV)-tpu
+	$(PYTEST) -n $(WORKERS) -m "aot and not slow" tests/tpu $(ARGS)
 
 lint: $(DEV)  ## Check style and types: ruff, pyright
 	$(BIN)/ruff check
@@ -63,7 +70,7 @@ format: $(DEV)  ## Rewrite the sources in the house style
 	$(BIN)/ruff format
 
 clean:  ## Remove environments and caches; runs stay
-	rm -rf .venv .venv-py311 .cache .hypothesis .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-py311 .venv-tpu .venv-py311-tpu .cache .hypothesis .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The stem lists the extras: .has-k3train-dev-gpu is k3train[dev,gpu], which holds k3train alone too.

@@ -2,9 +2,10 @@
 
     python benchmarks/grouped_matmul.py --output docs/benchmarks/grouped_matmul_h200.json
 
-Every measurement is a process of its own, so that compilation runs in parallel; a lock keeps the GPU to one at a time.
-A measurement rests, warms up, and takes the median of three windows of many calls, each one program without host work
-in between; what prepares the tile tables counts. Rates are 2 M K N per second, whatever the kernel pads.
+Every measurement is a process of its own, so that compilation runs in parallel; measuring begins when all have compiled, since
+busy processors disturb it, and a lock keeps the GPU to one at a time. A measurement rests, warms up, and takes the median of
+three windows of many calls, each one program without host work in between; what prepares the tile tables counts. Rates are
+2 M K N per second, whatever the kernel pads.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SHAPES = {
 }
 QUANTITIES = ("forward", "grad_rows", "grad_weights", "grad_weights_fp32", "grad_weights_accumulated")
 LOCK = Path(tempfile.gettempdir()) / "k3train_benchmark.lock"
+READY = "READY"  # what a process prints when it only waits for the GPU
 
 
 def group_sizes(groups: int, rows: int, kind: str) -> np.ndarray:
@@ -54,6 +56,7 @@ def group_sizes(groups: int, rows: int, kind: str) -> np.ndarray:
 
 def windows(run: Callable[[], None], calls: int) -> list[float]:
     """Seconds of one call, sorted, from three windows of `calls` calls each, after a rest and a warm-up."""
+    print(READY, flush=True)
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         time.sleep(0.4)
@@ -193,6 +196,35 @@ def environment() -> dict[str, str]:
     return {**found, "device": subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()}
 
 
+def run_all(commands: list[list[str]], limit: float) -> list[str]:
+    """What each command prints. All start at once; the GPU is theirs when every one is ready, has ended, or half the limit is over."""
+    begin, env = time.monotonic(), {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with tempfile.TemporaryDirectory() as folder, LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        logs = [Path(folder, str(index)) for index in range(len(commands))]
+        children = []
+        for command, log in zip(commands, logs, strict=True):
+            with log.open("w") as output:
+                children.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env))
+        while time.monotonic() - begin < limit / 2:
+            if all(child.poll() is not None or READY in log.read_text() for child, log in zip(children, logs, strict=True)):
+                break
+            time.sleep(0.5)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        for child in children:
+            try:
+                child.wait(max(1.0, limit - (time.monotonic() - begin)))
+            except subprocess.TimeoutExpired:
+                child.kill()
+        return [log.read_text() for log in logs]
+
+
+def result_in(text: str) -> dict | None:
+    """The result that a measurement printed, if it did."""
+    found = [line for line in text.splitlines() if line.startswith("RESULT ")]
+    return json.loads(found[-1].removeprefix("RESULT ")) if found else None
+
+
 def main() -> None:
     """Runs all measurements, or one in a child process, and writes and prints the rates."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -203,25 +235,13 @@ def main() -> None:
     if arguments.job is not None:
         print("RESULT " + json.dumps(run_job(*jobs()[arguments.job])), flush=True)
         return
-    begin, env = time.monotonic(), {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    logs = [tempfile.TemporaryFile("w+") for _ in jobs()]  # noqa: SIM115
-    children = [
-        subprocess.Popen([sys.executable, __file__, "--job", str(index)], stdout=log, stderr=subprocess.STDOUT, env=env)
-        for index, log in enumerate(logs)
-    ]
     rows: dict[tuple, dict] = {}
-    for (implementation, shape, quantity), child, log in zip(jobs(), children, logs, strict=True):
-        try:
-            child.wait(max(1.0, arguments.limit - (time.monotonic() - begin)))
-        except subprocess.TimeoutExpired:
-            child.kill()
-        log.seek(0)
-        text = log.read()
-        found = [line for line in text.splitlines() if line.startswith("RESULT ")]
-        if not found:
+    commands = [[sys.executable, __file__, "--job", str(index)] for index in range(len(jobs()))]
+    for (implementation, shape, quantity), text in zip(jobs(), run_all(commands, arguments.limit), strict=True):
+        result = result_in(text)
+        if result is None:
             print(f"{implementation} {shape} {quantity}: no result. {text[-400:]}")
             continue
-        result = json.loads(found[-1].removeprefix("RESULT "))
         temp_bytes, flops = result.pop("temp_bytes", None), 2 * shape[1] * shape[2] * shape[3]
         for kind, seconds in result.items():
             key = dict(zip(("groups", "rows", "k", "n"), shape, strict=True))

@@ -7,6 +7,7 @@ Both are timed in turns in one run, on real rows; the difference is what the chu
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import time
@@ -14,15 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from flax import nnx
 
 from k3train.data.loader import open_data
 from k3train.models import parameters
 from k3train.models.initialize import initialize
 from k3train.models.layout import Layout, LocalLayout
-from k3train.optim import build_optimizer, warmup_cosine
+from k3train.sharding.placement import place
 from k3train.train import state as train_state
-from k3train.train.step import build_train_step
+from k3train.train.assembly import training
 from launch.experiments import load
 
 ROUNDS, STEPS = 7, 5
@@ -41,16 +41,12 @@ def main() -> None:
     path = Path(__file__).parent.parent / "experiments" / "quickstart.py"
     experiment = load(Path(sys.argv[1]) if len(sys.argv) > 1 else path)
     data = open_data(experiment.data)
-    graphdef, params, axes = parameters.abstract(experiment.model)
-    optimizer = build_optimizer(experiment.optimizer, experiment.schedule, axes)
-    rate = warmup_cosine(experiment.optimizer.peak_lr, experiment.schedule)
+    graphdef, _, axes = parameters.abstract(experiment.model)
+    placement = place(experiment.mesh)
 
     def prepare(layout: Layout) -> Callable[[], float]:
-        def forward(params, batch):
-            output = nnx.merge(graphdef, params)(batch.tokens, batch.segment_ids, layout=layout)
-            return output.logits_BTV, output.aux
-
-        step = jax.jit(build_train_step(forward, optimizer, rate), donate_argnums=0)
+        optimizer, step = training(experiment, graphdef, axes, dataclasses.replace(placement, layout=layout))
+        step = jax.jit(step, donate_argnums=0)
         state = jax.jit(lambda: train_state.create(initialize(experiment.model, 0), optimizer))()
         state, metrics = step(state, data.train_batch(0))
         held, number = [state], iter(range(1, 10**9))

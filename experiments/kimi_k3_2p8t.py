@@ -16,5 +16,5 @@ def experiment() -> Experiment:
         model=ModelConfig(),
         data=DataConfig(sequence_length=4096, batch_size=4096),
         schedule=ScheduleConfig(steps=1_000_000, warmup_fraction=0.01, final_fraction=0.1),
-        optimizer=OptimizerConfig(peak_lr=2e-4, weight_decay=0.1),
+        optimizer=OptimizerConfig(peak_lr=2e-4),
     )

@@ -15,9 +15,9 @@ from k3train.config import (
     EvaluationConfig,
     Experiment,
     KDAConfig,
-    LatentMoEConfig,
     MLAConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ScheduleConfig,
 )
@@ -36,7 +36,7 @@ def experiment() -> Experiment:
             attn_res_block_size=4,
             kda=KDAConfig(num_heads=4, head_dim=32),
             mla=MLAConfig(num_heads=4, q_lora_rank=64, kv_lora_rank=32, nope_head_dim=32, rope_head_dim=16, v_head_dim=32),
-            moe=LatentMoEConfig(num_experts=16, experts_per_token=4, latent_dim=64, expert_dim=64, num_shared_experts=1),
+            moe=MoEConfig(num_experts=16, experts_per_token=4, latent_dim=64, expert_dim=64, num_shared_experts=1),
             init_std=0.07,  # near 1 / sqrt(d_model); the released 0.02 fits a width of 7168
             dtypes=DtypePolicy(compute="float32"),
             remat="none",
@@ -45,5 +45,5 @@ def experiment() -> Experiment:
         schedule=ScheduleConfig(steps=1000, warmup_fraction=0.05),
         optimizer=OptimizerConfig(peak_lr=3e-3),
         checkpoint=CheckpointConfig(every_steps=250),
-        evaluation=EvaluationConfig(every_steps=250, batches=64),
+        evaluation=EvaluationConfig(every_steps=250, batches=64, sample_prompt="def "),
     )

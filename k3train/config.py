@@ -15,8 +15,12 @@ from typing import Literal
 
 from k3train.errors import UserError
 
-Mixer = Literal["kda", "gated_mla"]
-FeedForward = Literal["dense", "latent_moe"]
+Mixer = Literal["kda", "gated_mla", "mla_rope"]
+Depth = Literal["block_attention_residuals", "full_attention_residuals", "residual"]
+Width = Literal["latent_moe", "moe", "dense"]
+Activation = Literal["situ_glu", "swiglu"]
+Balancing = Literal["quantile", "sign", "none"]
+ScheduleKind = Literal["cosine", "wsd", "constant"]
 Float = Literal["bfloat16", "float32", "float64"]
 
 
@@ -45,7 +49,7 @@ class KDAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
-    """Gated multi-head latent attention without positions (report 2.1.2)."""
+    """Multi-head latent attention: gated and without positions (report 2.1.2), or as `mla_rope` ungated and rotary (K2)."""
 
     num_heads: int = 96
     q_lora_rank: int = 1536
@@ -53,25 +57,39 @@ class MLAConfig:
     nope_head_dim: int = 128
     rope_head_dim: int = 64
     """Width of the key part shared by all heads (a rotary slot that K3 does not rotate)."""
+    rope_theta: float = 50000.0
+    """Base of the rotation's wavelengths; read by `mla_rope` alone."""
     v_head_dim: int = 128
     latent_norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentMoEConfig:
-    """Stable LatentMoE (report 2.3)."""
+class MoEConfig:
+    """Routed experts: in a normalised latent (Stable LatentMoE, report 2.3) or on the full width (`moe`)."""
 
     num_experts: int = 896
     experts_per_token: int = 16
     latent_dim: int = 3584
+    """Width of the latent; read by `latent_moe` alone."""
     expert_dim: int = 3072
     num_shared_experts: int = 2
     """Shared experts, each of width `expert_dim`, on the full model width."""
+    routed_scaling: float = 1.0
+    """Factor on the routed experts' sum. The latent's norm takes it out again, so that it matters to `moe` alone."""
+    balancing: Balancing = "quantile"
+    """How the router bias evens the load: quantiles of the batch (report 2.3.3), the sign of the excess (K2), or not at all."""
+    histogram_bins: int = 1000
+    """Bins per expert of the quantile estimate (report App. D)."""
+    force_balanced: bool = False
+    """Routes token t to experts t k, t k + 1, ... modulo their number, whatever the scores: for timing, not for training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: a mixer pattern along the sequence, Attention Residuals along the depth, experts along the width."""
+    """The decoder: a mixer pattern along the sequence, Attention Residuals along the depth, experts along the width.
+
+    Every default is K3; the other values of `mixer_pattern`, `depth`, `width` and `activation` are its ablations and K2.
+    """
 
     vocab_size: int = 163840
     d_model: int = 7168
@@ -80,18 +98,22 @@ class ModelConfig:
     """Repeated along the depth."""
     last_mixer: Mixer | None = "gated_mla"
     """Mixer of the last layer, whatever the pattern says; None keeps the pattern."""
+    depth: Depth = "block_attention_residuals"
+    """What a sublayer reads: a mix of blocks, a mix of all earlier sublayers' outputs, or their plain sum."""
+    attn_res_block_size: int = 12
+    """Decoder layers whose outputs form one source of the block Attention Residuals."""
+    width: Width = "latent_moe"
     num_dense_layers: int = 1
     """First layers with a dense feed-forward block in place of experts."""
     dense_dim: int = 33792
-    attn_res_block_size: int = 12
-    """Decoder layers whose outputs form one source of the Attention Residuals."""
+    activation: Activation = "situ_glu"
     norm_eps: float = 1e-5
     situ_beta: float = 4.0
     situ_linear_beta: float = 25.0
     init_std: float = 0.02
     kda: KDAConfig = field(default_factory=KDAConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
-    moe: LatentMoEConfig = field(default_factory=LatentMoEConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     remat: Literal["layer", "none"] = "layer"
     """`layer` keeps one residual stream per layer and recomputes the rest in the backward pass; `none` keeps all."""
@@ -104,9 +126,9 @@ class ModelConfig:
         return mixers if self.last_mixer is None else (*mixers[:-1], self.last_mixer)
 
     @property
-    def feed_forwards(self) -> tuple[FeedForward, ...]:
+    def feed_forwards(self) -> tuple[Width, ...]:
         """The feed-forward block of every layer."""
-        return tuple("dense" if layer < self.num_dense_layers else "latent_moe" for layer in range(self.num_layers))
+        return tuple("dense" if layer < self.num_dense_layers else self.width for layer in range(self.num_layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,25 +160,66 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Length of the run and the learning rate's course: linear warm-up, then cosine."""
+    """Length of the run and the learning rate's course: a linear warm-up, then one of three kinds."""
 
     steps: int = 1000
+    kind: ScheduleKind = "cosine"
+    """`cosine` falls from the warm-up's end on (report 3.3), `wsd` stays at the peak and falls linearly at the end, `constant` stays."""
     warmup_fraction: float = 0.01
+    decay_fraction: float = 0.2
+    """Share of the steps in which `wsd` falls."""
     final_fraction: float = 0.1
     """Learning rate at the end, as a share of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW after a global-norm clip."""
+class MuonConfig:
+    """Per-Head Muon on matrices (report 2.5)."""
 
-    peak_lr: float = 1e-3
+    peak_lr: float | None = None
+    """None: `optimizer.peak_lr`; the updates' size matches AdamW's, so that one rate serves both."""
+    kind: ScheduleKind | None = None
+    """None: `schedule.kind`."""
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    newton_schulz_steps: int = 5
+    newton_schulz_dtype: Float = "bfloat16"
+    """Operands of the orthogonalisation's products, which accumulate in at least float32."""
+    per_head_gates: bool = False
+    """Splits the output gates and KDA's decay projection by heads too, as some ports do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW on embeddings, head, vectors and convolutions."""
+
+    peak_lr: float | None = None
+    """None: `optimizer.peak_lr`."""
+    kind: ScheduleKind | None = None
+    """None: `schedule.kind`."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; vectors, norms, gates' offsets and the router bias are exempt."""
+    """Decoupled decay of the matrices among them; vectors, norms and gates' offsets are exempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Finite gate, global-norm clip, an update rule per kind of parameter, QK-clip."""
+
+    peak_lr: float = 1e-3
+    matrices: Literal["muon", "adamw"] = "muon"
+    """Rule for the matrices inside the layers."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
     clip_norm: float = 1.0
+    qk_clip: float | None = 100.0
+    """Largest attention logit that a head may reach before its query and key weights are scaled down; None: no limit."""
+    sign_balance_rate: float = 1e-3
+    """Step of the router bias under `model.moe.balancing = sign`."""
+    max_skipped_steps: int = 10
+    """Consecutive steps with a non-finite loss or gradient, each left out, before the run stops."""
     microbatches: int = 1
     """Parts in which a step's rows are run one after another, gradients summed in FP32."""
 
@@ -166,7 +229,12 @@ class CheckpointConfig:
     """When to save, and how many saves to keep."""
 
     every_steps: int = 500
+    every_minutes: float | None = None
+    """Saves also when that long has passed since the last save."""
     keep: int = 3
+    """Newest saves that are kept."""
+    keep_every_steps: int | None = None
+    """Saves at multiples of this are kept for good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +243,8 @@ class LoggingConfig:
 
     every_steps: int = 10
     """Steps between two lines of `metrics.jsonl`."""
+    tensorboard: bool = True
+    """Writes the same figures to `tensorboard/`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +254,10 @@ class EvaluationConfig:
     every_steps: int = 500
     batches: int = 16
     """Batches of held-out rows; fewer if there is less text."""
+    sample_prompt: str | None = None
+    """A finished run shows how it continues this text; None: no sample."""
+    sample_tokens: int = 256
+    """Length of that sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +277,8 @@ class Experiment:
     """The run is written to `runs_folder/name`."""
     seed: int = 0
     """Seed of the parameters' initialisation."""
+    deterministic: bool = False
+    """On GPUs: only kernels whose results do not change from run to run, tuned once per run folder. Elsewhere it changes nothing."""
 
     def validate(self) -> Experiment:
         """Returns itself, or raises `UserError` with every broken rule, one line per field."""
@@ -212,7 +288,10 @@ class Experiment:
         return self
 
 
-MAY_BE_ZERO = {"num_dense_layers", "weight_decay", "warmup_fraction", "final_fraction", "num_shared_experts", "seed"}
+MAY_BE_ZERO = {
+    "num_dense_layers", "weight_decay", "warmup_fraction", "decay_fraction", "final_fraction", "num_shared_experts", "seed", "momentum",
+    "sign_balance_rate",
+}  # fmt: skip
 MAY_BE_NEGATIVE = {"gate_lower_bound"}
 MAX_SEED = 2**32 - 1  # what a random key of 32-bit words takes
 
@@ -258,10 +337,17 @@ def _broken_rules(experiment: Experiment) -> Iterator[str]:
         )
     for path, value in (
         ("schedule.warmup_fraction", experiment.schedule.warmup_fraction),
+        ("schedule.decay_fraction", experiment.schedule.decay_fraction),
         ("schedule.final_fraction", experiment.schedule.final_fraction),
     ):
         if value > 1.0:
             yield f"{path} = {value}: must be at most 1"
-    for path, value in (("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)):
+    if "mla_rope" in (*model.mixer_pattern, model.last_mixer) and model.mla.rope_head_dim % 2:
+        yield f"model.mla.rope_head_dim = {model.mla.rope_head_dim}: must be even to be rotated"
+    for path, value in (
+        ("optimizer.adamw.beta1", optimizer.adamw.beta1),
+        ("optimizer.adamw.beta2", optimizer.adamw.beta2),
+        ("optimizer.muon.momentum", optimizer.muon.momentum),
+    ):
         if value >= 1.0:
             yield f"{path} = {value}: must be below 1"

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from k3train.errors import UserError
-from launch import resume, score, summary, train
+from launch import evaluate, generate, resume, score, summary, train
 
 OVERRIDES = "Any field can be set after the file: --optimizer.peak-lr 1e-3. A --help after the file lists the fields."
 
@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="k3train", description="Train, resume and score Kimi-K3-class language models.", allow_abbrev=False)
+    parser = _Parser(prog="k3train", description="Train, resume, score and sample Kimi-K3-class language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"k3train {_version()}")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from; works with every command")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -91,12 +91,14 @@ def _parser() -> argparse.ArgumentParser:
 
     fields = "[--FIELD VALUE ...]"
     train.add_arguments(command("train", f"EXPERIMENT.py {fields}", "start a run from an experiment file", OVERRIDES))
-    resume.add_arguments(command("resume", "RUN", "go on with a run from its newest checkpoint"))
+    resume.add_arguments(command("resume", resume.USAGE, "go on with a run from a checkpoint"))
     summary.add_arguments(
         command("summary", f"EXPERIMENT.py [--json] {fields}", "count parameters and FLOPs, without making an array", OVERRIDES)
     )
     options = "--tokens TOKENS.npy --out LOGITS.npy [--batch-size N] [--overwrite]"
     score.add_arguments(command("score", f"MODEL {options}", "write a model's logits on given tokens"))
+    generate.add_arguments(command("generate", generate.USAGE, "go on with a text"))
+    evaluate.add_arguments(command("evaluate", evaluate.USAGE, "score a checkpoint on held-out text"))
     return parser
 
 

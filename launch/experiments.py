@@ -31,7 +31,7 @@ def resolve(path: Path, overrides: Sequence[str], prog: str) -> Experiment:
         SystemExit: after help, or with code 2 after a message on a value of a wrong type.
     """
     experiment = load(path)
-    _check_names(experiment, overrides)
+    check_names(experiment, overrides)
     import tyro  # a tenth of a second
 
     resolved = tyro.cli(
@@ -74,7 +74,7 @@ def _place(path: Path, absolute: Path, error: BaseException) -> str:
     return f"{path}, line {frames[-1].lineno}" if frames else str(path)
 
 
-def _check_names(experiment: Experiment, overrides: Sequence[str]) -> None:
+def check_names(experiment: Experiment, overrides: Sequence[str]) -> None:
     """Raises on a field that does not exist, with the nearest that do."""
     fields = list(_fields(Experiment))
     for argument in overrides:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import tempfile
 import zipfile
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3train.errors import UserError
-from launch.resume import saved_experiment
-from launch.train import CONFIG_FILE
+from launch.models import load_model, not_finite
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,9 +47,10 @@ def run(options: argparse.Namespace) -> None:
     from k3train.train import compile_cache
 
     compile_cache.enable()
-    config, params = load_model(options.model)
+    config, params = load_model(options.model, float32=True)
     _check_range(tokens_BT, config.vocab_size, options.tokens)
-    write_logits(config, params, tokens_BT, options.out, options.batch_size)
+    if not write_logits(config, params, tokens_BT, options.out, options.batch_size):
+        raise not_finite(options.model, config, params, "the logits are")
     print(f"{options.out}: float32 logits {[*tokens_BT.shape, config.vocab_size]}")
 
 
@@ -78,46 +77,11 @@ def _check_range(tokens_BT: np.ndarray, vocab_size: int, path: Path) -> None:
         raise UserError(f"{path}: token ids run from {lowest} to {highest}, but the model's vocabulary is 0 to {vocab_size - 1}")
 
 
-def load_model(folder: Path) -> tuple[ModelConfig, Any]:
-    """The configuration, computing in float32, and the parameters of a run folder's newest checkpoint or of a Hugging Face folder.
-
-    Raises:
-        UserError: the folder is neither, or what it holds is damaged or does not fit together.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give a run folder or a Hugging Face folder")
-    import jax
-
-    from k3train.interop import hugging_face
-    from k3train.models import stacks
-    from k3train.models.parameters import abstract
-
-    if hugging_face.is_checkpoint(folder):
-        config = hugging_face.read_config(folder)
-        config = dataclasses.replace(config, dtypes=dataclasses.replace(config.dtypes, parameters="float32", compute="float32"))
-        return config, stacks.stack(hugging_face.read_checkpoint(folder, config), config)
-
-    if hugging_face.describes_model(folder):
-        raise UserError(f"{folder}: a Hugging Face folder without *.safetensors; put the weights beside its config.json")
-
-    from k3train.train import loop
-    from k3train.train.checkpoints import Checkpoints
-
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{folder}: neither a run folder nor a Hugging Face folder; both hold a config.json")
-    config = saved_experiment(folder).model
-    config = dataclasses.replace(config, dtypes=dataclasses.replace(config.dtypes, compute="float32"))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    _, params, _ = abstract(config)
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), params)
-    with Checkpoints(folder / loop.CHECKPOINTS_FOLDER, config) as saves:
-        return config, saves.restore_params(target)
-
-
-def write_logits(config: ModelConfig, params: Any, tokens_BT: np.ndarray, out: Path, batch_size: int) -> None:
+def write_logits(config: ModelConfig, params: Any, tokens_BT: np.ndarray, out: Path, batch_size: int) -> bool:
     """Runs the model on `batch_size` rows at a time, each row one document, and writes float32 logits [B, T, V] to `out`.
 
     Matmuls run at the highest precision, so that accelerators give float32 results too. The file appears at `out` when it is whole.
+    Returns False, and writes nothing, as soon as a logit is not finite.
     """
     import jax
     import numpy as np
@@ -145,9 +109,13 @@ def write_logits(config: ModelConfig, params: Any, tokens_BT: np.ndarray, out: P
             for start in range(0, B, rows):
                 batch_BT = tokens_BT[start : start + rows].astype(np.int32)
                 padded_BT = np.pad(batch_BT, ((0, rows - len(batch_BT)), (0, 0)))  # one compilation for all batches
-                logits_BTV[start : start + rows] = np.asarray(logits_of(params, padded_BT))[: len(batch_BT)]
+                batch_BTV = np.asarray(logits_of(params, padded_BT))[: len(batch_BT)]
+                if not np.all(np.isfinite(batch_BTV)):
+                    return False
+                logits_BTV[start : start + rows] = batch_BTV
         logits_BTV.flush()
         os.replace(partial, out)
+        return True
     finally:
         partial.unlink(missing_ok=True)
 

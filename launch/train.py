@@ -8,6 +8,7 @@ from pathlib import Path
 from k3train import config_io
 from k3train.config import Experiment
 from k3train.errors import UserError
+from k3train.train.resume import with_absolute_sources
 from launch import experiments
 
 CONFIG_FILE = "config.json"
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Resolves the experiment, saves it in a new run folder, and trains."""
-    start(experiments.resolve(options.experiment, options.overrides, "k3train train"))
+    start(with_absolute_sources(experiments.resolve(options.experiment, options.overrides, "k3train train")))
 
 
 def start(experiment: Experiment) -> None:
@@ -36,7 +37,7 @@ def start(experiment: Experiment) -> None:
     from k3train.train import loop  # imports JAX
 
     try:
-        loop.run(experiment, folder, resume=False, console=Console())
+        loop.run(experiment, folder, console=Console())
     except UserError:
         if [path.name for path in folder.iterdir()] == [CONFIG_FILE]:
             (folder / CONFIG_FILE).unlink()

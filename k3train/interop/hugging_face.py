@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 from k3train.config import ModelConfig
 from k3train.errors import UserError
 from k3train.interop.hugging_face_config import describes_model, read_config, write_config
-from k3train.interop.hugging_face_names import PREFIX, Stored, stored
+from k3train.interop.hugging_face_names import PREFIX, Stored, check_released, gathered, keys_of, stored, tensors
 from k3train.models.parameters import abstract
 from k3train.models.stacks import unstack
 
@@ -48,12 +49,13 @@ def read_checkpoint(folder: Path, config: ModelConfig) -> Tree:
         UserError: a tensor is missing, unexpected, misshapen or of a type that is not a float, or a file is damaged; the message names
             tensor, file and expected shape.
     """
-    tensors = _Folder(folder)
+    check_released(config)
+    weights = _Folder(folder)
     _, params, _ = abstract(config)
     canonical = jax.tree.map_with_path(
-        lambda path, leaf: tensors.leaf(stored(_keys(path), config), leaf.shape, np.dtype(leaf.dtype)), unstack(params, config)
+        lambda path, leaf: weights.leaf(stored(keys_of(path), config), leaf.shape, np.dtype(leaf.dtype)), unstack(params, config)
     )
-    tensors.check()
+    weights.check()
     return canonical
 
 
@@ -61,31 +63,32 @@ def write_checkpoint(folder: Path, config: ModelConfig, canonical: Mapping[str, 
     """Writes `config.json` and the weights under the released names, in their own dtype, in files of at most about `shard_bytes`.
 
     Raises:
-        UserError: the folder already holds a model, or the released format cannot express the configuration.
+        UserError: the folder already holds a model, or the released format has no place for the configuration.
     """
+    check_released(config)
     folder.mkdir(parents=True, exist_ok=True)
     present = [*folder.glob("*.safetensors"), *(path for path in (folder / INDEX, folder / "config.json") if path.exists())]
     if present:
         raise UserError(f"{folder} already holds {present[0].name}: choose an empty folder; nothing was written")
-    shards: list[list[tuple[Stored, Any]]] = [[]]
+    shards: list[list[tuple[Stored, list[Any]]]] = [[]]
     size = total = 0
     dtypes = set()
-    for path, leaf in jax.tree.leaves_with_path(canonical):
-        leaf_bytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        if shards[-1] and size + leaf_bytes > shard_bytes:
+    for rule, leaves in gathered(canonical, config):
+        entry_bytes = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+        if shards[-1] and size + entry_bytes > shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append((stored(_keys(path), config), leaf))
-        size, total = size + leaf_bytes, total + leaf_bytes
-        dtypes.add(np.dtype(leaf.dtype))
+        shards[-1].append((rule, leaves))
+        size, total = size + entry_bytes, total + entry_bytes
+        dtypes |= {np.dtype(leaf.dtype) for leaf in leaves}
     write_config(folder / "config.json", config, DTYPE_NAMES[min(dtypes, key=lambda dtype: dtype.itemsize)])
 
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {PREFIX + name: tensor for rule, leaf in shard for name, tensor in _tensors(rule, np.asarray(leaf))}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
+        contents = {PREFIX + name: tensor for rule, leaves in shard for name, tensor in tensors(rule, leaves)}
+        save_file(contents, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(contents, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -94,19 +97,6 @@ def write_checkpoint(folder: Path, config: ModelConfig, canonical: Mapping[str, 
 def _is_file_name(value: object) -> bool:
     """Whether it names something in the folder itself, on any system."""
     return isinstance(value, str) and value not in ("", ".", "..") and not any(mark in value for mark in "/\\:\0")
-
-
-def _keys(path: jax.tree_util.KeyPath) -> tuple[str, ...]:
-    return tuple(str(entry.key) for entry in path)  # type: ignore[attr-defined]
-
-
-def _tensors(rule: Stored, ours: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """The stored tensors of one of our leaves, by name."""
-    if "{expert}" in rule.name:
-        for expert, matrix in enumerate(ours):
-            yield rule.name.format(expert=expert), np.ascontiguousarray(rule.to_stored(matrix))
-    else:
-        yield rule.name, np.ascontiguousarray(rule.to_stored(ours))
 
 
 class _Folder:
@@ -125,7 +115,7 @@ class _Folder:
         ours = np.zeros(shape, dtype)
         if "{expert}" in rule.name:
             for expert in range(shape[0]):
-                self._read(Stored(rule.name.format(expert=expert), rule.form), ours[expert])
+                self._read(replace(rule, name=rule.name.format(expert=expert)), ours[expert])
         else:
             self._read(rule, ours)
         return ours
@@ -134,8 +124,9 @@ class _Folder:
         """Raises if any tensor was missing, wrong or left over."""
         self.problems += [f"{name} ({self.file_of[name]}): unexpected, no such tensor in this model" for name in sorted(self.unread)]
         if self.problems:
-            more = len(self.problems) - NAMED_PROBLEMS
-            lines = [*self.problems[:NAMED_PROBLEMS], *([f"... and {more} more"] if more > 0 else [])]
+            problems = list(dict.fromkeys(self.problems))  # two leaves may lie in one tensor
+            more = len(problems) - NAMED_PROBLEMS
+            lines = [*problems[:NAMED_PROBLEMS], *([f"... and {more} more"] if more > 0 else [])]
             raise UserError(f"{self.folder}: the weights do not fit config.json:\n" + "\n".join(f"  {line}" for line in lines))
 
     def _read(self, rule: Stored, ours: np.ndarray) -> None:

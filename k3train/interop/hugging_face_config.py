@@ -9,6 +9,7 @@ from typing import Any
 from k3train import config_io
 from k3train.config import Experiment, Mixer, MLAConfig, ModelConfig
 from k3train.errors import UserError
+from k3train.interop.hugging_face_names import check_released
 
 Json = dict[str, Any]
 
@@ -119,6 +120,7 @@ def write_config(path: Path, config: ModelConfig, dtype: str) -> None:
     Raises:
         UserError: the format has no field for what the configuration asks.
     """
+    check_released(config)
     if config.mla.latent_norm_eps != LATENT_NORM_EPS:
         raise UserError(f"model.mla.latent_norm_eps = {config.mla.latent_norm_eps}: the Hugging Face model always uses {LATENT_NORM_EPS}")
     ours = config_io.to_dict(config)

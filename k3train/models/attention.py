@@ -1,4 +1,4 @@
-"""Causal softmax attention inside documents, in XLA.
+"""Causal softmax attention inside documents, in XLA; over whole rows, and over kept latents.
 
 Legend: B batch, T query tokens, S key tokens, H heads, K key channels, V value channels.
 """
@@ -48,6 +48,36 @@ def causal_attention(
     o_blocks, max_blocks = jax.lax.map(jax.checkpoint(lambda block: attend(*block)), (q_blocks, segment_blocks, position_blocks))
     o_BTHV = jnp.moveaxis(o_blocks, 0, 1).reshape(batch, blocks * query_block, *v_BTHV.shape[2:])[:, :tokens]
     return o_BTHV, jnp.max(max_blocks, axis=0)
+
+
+def latent_attention(
+    q_BTHK: jax.Array,
+    latent_BSC: jax.Array,
+    shared_key_BSP: jax.Array,
+    k_up_CHN: jax.Array,
+    v_up_CHV: jax.Array,
+    *,
+    scale: float,
+    seen_BTS: jax.Array,
+) -> jax.Array:
+    """Attention over the keys (k_up c, shared key) and the values v_up c of kept latents c, without expanding them.
+
+    The two products change places: q k_up meets the latents, and v_up their weighted sum. Per query this costs S (2 C + P) a head,
+    and H C (N + V) once, where expanding would cost S H C (N + V) for every new token; over a whole prompt at once, expanded keys are
+    cheaper. `seen_BTS` says which keys a query sees; one that sees nothing gives something finite. o [B, T, H, V] in at least float32.
+
+    Legend: C latent, N and P the channels of K that meet a head's own and the shared key.
+    """
+    dtype, compute = wide(q_BTHK.dtype), q_BTHK.dtype
+    own_BTHN, shared_BTHP = jnp.split(q_BTHK, [k_up_CHN.shape[-1]], axis=-1)
+    carried_BTHC = jnp.einsum("bthn,chn->bthc", own_BTHN, k_up_CHN.astype(compute))
+    logits_BHTS = jnp.einsum("bthc,bsc->bhts", carried_BTHC, latent_BSC, preferred_element_type=dtype)
+    logits_BHTS += jnp.einsum("bthp,bsp->bhts", shared_BTHP, shared_key_BSP, preferred_element_type=dtype)
+    logits_BHTS = jnp.where(seen_BTS[:, None], scale * logits_BHTS, jnp.finfo(dtype).min)
+    p_BHTS = jax.nn.softmax(logits_BHTS, axis=-1).astype(compute)
+    # heads before tokens: XLA's CPU backend has no bf16 product for the other order where T is 1
+    mixed_BHTC = jnp.einsum("bhts,bsc->bhtc", p_BHTS, latent_BSC, preferred_element_type=dtype).astype(compute)
+    return jnp.einsum("bhtc,chv->bthv", mixed_BHTC, v_up_CHV.astype(compute), preferred_element_type=dtype)
 
 
 def _attend(q_BTHK, query_segments_BT, query_positions_T, *, k_BSHK, v_BSHV, key_segments_BS, key_positions_S, scale):

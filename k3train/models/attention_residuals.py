@@ -1,7 +1,7 @@
-"""Block Attention Residuals: every sublayer chooses, per token, among earlier depths (report 2.2, eqs 8-10).
+"""Attention Residuals: every sublayer chooses, per token, among earlier depths (report 2.2, eqs 8-9).
 
-Legend: B batch, T tokens, D model, N completed blocks. A source is a depth's output; the last source of a mix is the
-running sum of the block under way.
+Legend: B batch, T tokens, D model, N sources. A source is what some depth put out; which depths are sources is the business of
+`depth.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Source(NamedTuple):
 
 
 def source(value_BTD: jax.Array, eps: float) -> Source:
-    """Makes a source. Float32, so that the cotangent of a block, a sum over all its later uses, accumulates in float32."""
+    """Makes a source. Float32, so that its cotangent, a sum over all its later uses, accumulates in float32."""
     value_BTD = value_BTD.astype(wide(value_BTD.dtype))
     return Source(value_BTD, inverse_rms(value_BTD, eps))
 
@@ -53,13 +53,13 @@ class AttentionResidual(nnx.Module):
     """One mixing site: a pseudo-query, zero at the start so that mixing begins as the mean, and a key norm's weight."""
 
     def __init__(self, config: ModelConfig):
-        self.config = config
+        self.compute = jnp.dtype(config.dtypes.compute)
         self.key_norm = ones((config.d_model,), ("norm",), config)
         self.query = zeros((config.d_model,), ("embed",), config)
 
-    def __call__(self, blocks: tuple[Source, ...], running_BTD: jax.Array, running_counts: bool | jax.Array = True) -> jax.Array:
-        """Mixes completed blocks and the running sum; [B, T, D] in the running sum's dtype."""
-        dtype = wide(running_BTD.dtype)
+    def __call__(self, sources: tuple[Source, ...], last_counts: bool | jax.Array = True) -> tuple[jax.Array, jax.Array]:
+        """The mix of the sources [B, T, D] in the compute dtype, and their weights [N, B, T]."""
+        dtype = sources[0].value_BTD.dtype
         w_D = self.key_norm[...].astype(dtype) * self.query[...].astype(dtype)
-        sources = (*blocks, source(running_BTD, self.config.norm_eps))
-        return mix(sources, depth_weights(sources, w_D, running_counts)).astype(running_BTD.dtype)
+        p_NBT = depth_weights(sources, w_D, last_counts)
+        return mix(sources, p_NBT).astype(self.compute), p_NBT

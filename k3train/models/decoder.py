@@ -1,12 +1,12 @@
-"""The decoder: one mixer and one feed-forward block per layer, joined by Attention Residuals (report 2, Fig. 2).
+"""The decoder: one mixer and one feed-forward block per layer, joined along the depth (report 2, Fig. 2).
 
-The three axes at first sight: `mixer` mixes along the sequence, `AttentionResidual` along the depth, `ffn` along the
-width.
-Legend: B batch, T tokens, D model, V vocabulary, N completed blocks.
+The three axes at first sight: `mixer` mixes along the sequence, `Depth.read` along the depth, `ffn` along the width.
+Legend: B batch, T tokens, D model, V vocabulary, E experts, k active experts, L layers, H heads, N depth sources.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,17 +16,20 @@ from flax import nnx
 
 from k3train.config import ModelConfig
 from k3train.models import stacks
-from k3train.models.attention_residuals import AttentionResidual, Source, source
+from k3train.models.depth import Carry, Depth, begin, mixing_site
 from k3train.models.feed_forward import FeedForward
 from k3train.models.kda import KimiDeltaAttention
 from k3train.models.latent_moe import LatentMoE
 from k3train.models.layout import Layout
-from k3train.models.mla import GatedMLA
+from k3train.models.mla import GatedMLA, RotaryMLA
+from k3train.models.moe import MoE
 from k3train.models.norms import rms_norm
 from k3train.models.parameters import graph_and_params, ones, weight
+from k3train.models.reports import Report, depth_report, interleave, join
 
-Report = dict[str, jax.Array]
 ACTIVATION = ("batch", "tokens", "embed")
+MIXERS = {"kda": KimiDeltaAttention, "gated_mla": GatedMLA, "mla_rope": RotaryMLA}
+EXPERTS = {"latent_moe": LatentMoE, "moe": MoE}
 
 
 class Norm(nnx.Module):
@@ -42,34 +45,40 @@ class Norm(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """layer(parameters, carry): the carry is (completed blocks, running sum of the block under way)."""
+    """Two sublayers, each reading the depths before it and adding its output to them."""
 
     def __init__(self, config: ModelConfig, layer: int):
-        self.mixer_res, self.mixer_norm = AttentionResidual(config), Norm(config)
-        self.mixer = KimiDeltaAttention(config) if config.mixers[layer] == "kda" else GatedMLA(config)
-        self.ffn_res, self.ffn_norm = AttentionResidual(config), Norm(config)
-        self.ffn = LatentMoE(config) if config.feed_forwards[layer] == "latent_moe" else FeedForward(config, config.dense_dim)
+        kind = config.feed_forwards[layer]
+        self.mixer_res, self.mixer_norm = mixing_site(config), Norm(config)
+        self.mixer = MIXERS[config.mixers[layer]](config)
+        self.ffn_res, self.ffn_norm = mixing_site(config), Norm(config)
+        self.ffn = FeedForward(config, config.dense_dim) if kind == "dense" else EXPERTS[kind](config)
 
-    def __call__(
-        self, blocks: tuple[Source, ...], running_BTD: jax.Array, starts_block: bool | jax.Array, segment_ids_BT: jax.Array, layout: Layout
-    ) -> tuple[jax.Array, Report]:
-        """Adds both sublayers' outputs to the running sum, which is zero where the layer starts a block.
+    def __call__(self, depth: Depth, segment_ids_BT: jax.Array, layout: Layout, collect: bool) -> tuple[Depth, Report]:
+        """Takes what earlier depths left, returns it with this layer's part, and the layer's report of small arrays."""
+        h_BTD, mixer_weights_NBT = depth.read(self.mixer_res)
+        y_BTD, mixer_report = self.mixer(self.mixer_norm(h_BTD), segment_ids_BT, layout, collect=collect)
+        depth = depth.add(layout.constrain(y_BTD, ACTIVATION))
 
-        A starting layer's mixer sees completed blocks only (report eq. 10, first case). Returns the sum and the layer's
-        report of small arrays.
-        """
-        h_BTD = self.mixer_res(blocks, running_BTD, jnp.logical_not(starts_block))
-        y_BTD, mixer_report = self.mixer(self.mixer_norm(h_BTD), segment_ids_BT, layout)
-        running_BTD = layout.constrain(running_BTD + y_BTD, ACTIVATION)
+        h_BTD, ffn_weights_NBT = depth.read(self.ffn_res)
+        y_BTD, ffn_report = self._feed_forward(self.ffn_norm(h_BTD), segment_ids_BT, layout, collect)
+        depth = depth.add(layout.constrain(y_BTD, ACTIVATION))
 
-        h_BTD = self.ffn_norm(self.ffn_res(blocks, running_BTD))
-        y_BTD, ffn_report = self.ffn(h_BTD, segment_ids_BT, layout) if isinstance(self.ffn, LatentMoE) else (self.ffn(h_BTD), {})
-        return layout.constrain(running_BTD + y_BTD, ACTIVATION), {**mixer_report, **ffn_report}
+        report = {**mixer_report, **ffn_report}
+        if collect:
+            report |= depth_report(mixer_weights_NBT, ffn_weights_NBT, depth.latest_BTD, segment_ids_BT >= 0)
+        return depth, report
+
+    def _feed_forward(self, x_BTD: jax.Array, segment_ids_BT: jax.Array, layout: Layout, collect: bool) -> tuple[jax.Array, Report]:
+        if isinstance(self.ffn, FeedForward):
+            return self.ffn(x_BTD), {}
+        return self.ffn(x_BTD, segment_ids_BT, layout, collect=collect)
 
 
 class Trace(NamedTuple):
-    """What happens inside, for tests: running sums [L, B, T, D], blocks [N, B, T, D], number of blocks after each layer
-    (the embedding counts), last hidden state [B, T, D], chosen experts [MoE layer, B, T, k].
+    """What happens inside, for tests: what each layer leaves [L, B, T, D] (the running sum, or with full Attention Residuals the sum of its
+    own two outputs), the sources that no later layer changes [N, B, T, D] and their number at each layer (the embedding counts), the last
+    hidden state [B, T, D], chosen experts [MoE layers, B, T, k].
     """
 
     running_sums: jax.Array
@@ -80,8 +89,13 @@ class Trace(NamedTuple):
 
 
 class DecoderOutput(NamedTuple):
-    """Logits [B, T, V] in at least float32, and per-layer reports stacked by layer: `expert_load` int32 [MoE layers, E],
-    `max_logit` [MLA layers, H].
+    """Logits [B, T, V] in at least float32, and small arrays of the layers that have them, in layer order. Counts and means are over
+    real tokens.
+
+    Always: `expert_load` int32 [MoE layers, E]; `max_logit` [MLA layers, H]. With `collect` also: `histogram` int32 [MoE layers, row
+    shards, E, bins] under quantile balancing, not yet summed over the shards; `router_entropy` and `bias_spread` [MoE layers];
+    `source_weights_mixer` and `source_weights_ffn` [L, N], zero beyond a layer's own sources, unless the depth is a plain residual;
+    `kda_log_decay` and `kda_at_bound` [KDA layers]; `finite` bool [L].
     """
 
     logits_BTV: jax.Array
@@ -99,44 +113,42 @@ class Decoder(nnx.Module):
             nnx.List(stacks.stacked(DecoderLayer(config, group.layer(0, position)), group.repeats) for position in range(group.unit))
             for group in stacks.groups(config)
         )
-        self.output_res, self.norm, self.head = AttentionResidual(config), Norm(config), Head(config)
+        self.output_res, self.norm, self.head = mixing_site(config), Norm(config), Head(config)
 
-    def __call__(self, tokens_BT: jax.Array, segment_ids_BT: jax.Array, *, layout: Layout, trace: bool = False) -> DecoderOutput:
+    def __call__(
+        self, tokens_BT: jax.Array, segment_ids_BT: jax.Array, *, layout: Layout, collect: bool = False, trace: bool = False
+    ) -> DecoderOutput:
         """Int32 tokens and segment ids [B, T] (documents >= 0, padding -1) -> `DecoderOutput`.
 
-        `trace` keeps what every layer leaves behind and runs the layers one by one. Raises ValueError on other shapes.
+        `collect` asks for the reports that only training reads. `trace` keeps what every layer leaves behind and runs the layers one by
+        one. Raises ValueError on other shapes.
         """
         for name, array in (("tokens", tokens_BT), ("segment_ids", segment_ids_BT)):
             if array.ndim != 2 or array.shape != tokens_BT.shape or not jnp.issubdtype(array.dtype, jnp.integer):
                 raise ValueError(f"{name} must be an integer array [B, T] like tokens {tokens_BT.shape}, got {array.dtype}{array.shape}")
-        embedded_BTD = layout.constrain(self.embed(tokens_BT), ACTIVATION)
-        blocks = (source(embedded_BTD, self.config.norm_eps),)
-        running_BTD = jnp.zeros_like(embedded_BTD)
-        reports: dict[int, Report] = {}
-        sums: list[jax.Array] = []
-        num_blocks: list[int] = []
-        plan, index = stacks.plan(self.config), 0
-        for number, block in enumerate(plan):
-            if number:
-                blocks, running_BTD = (*blocks, source(running_BTD, self.config.norm_eps)), jnp.zeros_like(running_BTD)
+        depth = begin(self.config, layout.constrain(self.embed(tokens_BT), ACTIVATION))
+        reports: list[Report] = []
+        left: list[jax.Array] = []
+        num_kept: list[int] = []
+        groups = iter(self.groups)
+        for number, block in enumerate(stacks.plan(self.config)):
+            depth = depth.close_block() if number else depth
             for group in block:
-                run = _trace_group if trace else _run_group
-                running_BTD, layer_reports, layer_sums = run(
-                    self.groups[index], group, self.config, blocks, running_BTD, segment_ids_BT, layout, group is block[0]
-                )
-                reports |= layer_reports
-                sums += layer_sums
-                num_blocks += [len(blocks)] * (group.unit * group.repeats)
-                index += 1
-        hidden_BTD = self.norm(self.output_res(blocks, running_BTD))
-        aux = _stack_reports(reports)
+                layers = next(groups)
+                if trace:
+                    depth, group_reports, group_left = _trace_group(layers, group, depth, segment_ids_BT, layout, collect)
+                    reports, left, num_kept = reports + group_reports, left + group_left, num_kept + [len(depth.kept)] * len(group_left)
+                else:
+                    depth, report = _run_group(layers, group, self.config.remat, depth, segment_ids_BT, layout, collect)
+                    reports.append(report)
+        hidden_BTD = self.norm(depth.read(self.output_res)[0])
+        aux = join(reports, segment_ids_BT >= 0)
         expert_ids = aux.pop("expert_ids", jnp.zeros((0, *tokens_BT.shape, 0), jnp.int32))
-        traced = (
-            Trace(jnp.stack(sums), jnp.stack([block.value_BTD for block in blocks]), tuple(num_blocks), hidden_BTD, expert_ids)
-            if trace
-            else None
-        )
-        return DecoderOutput(self.head(hidden_BTD), aux, traced)
+        output = DecoderOutput(self.head(hidden_BTD), aux)
+        if not trace:
+            return output
+        kept = jnp.stack([value_BTD for value_BTD, _ in depth.kept]) if depth.kept else jnp.zeros((0, *hidden_BTD.shape))
+        return output._replace(trace=Trace(jnp.stack(left), kept, tuple(num_kept), hidden_BTD, expert_ids))
 
 
 class Embedding(nnx.Module):
@@ -164,70 +176,51 @@ class Head(nnx.Module):
 
 
 def _run_group(
-    layers: Any,
+    layers: Sequence[Any],
     group: stacks.Group,
-    config: ModelConfig,
-    blocks: tuple[Source, ...],
-    running_BTD: jax.Array,
+    remat: str,
+    depth: Depth,
     segment_ids_BT: jax.Array,
     layout: Layout,
-    opens_block: bool,
-) -> tuple[jax.Array, dict[int, Report], list[jax.Array]]:
-    """Scans the repeats of a pattern; completed blocks are closed over, so that each is kept once."""
+    collect: bool,
+) -> tuple[Depth, Report]:
+    """Scans the repeats of a pattern over the depth's carry; all else of the depth is closed over. Reports in layer order."""
     split = [graph_and_params(layer) for layer in layers]
-    graphdefs, params = [graphdef for graphdef, _ in split], [params for _, params in split]
 
-    def run_layer(graphdef: Any, params: Any, running_BTD: jax.Array, starts_block: jax.Array) -> tuple[jax.Array, Report]:
-        running_BTD, report = nnx.merge(graphdef, params)(blocks, running_BTD, starts_block, segment_ids_BT, layout)
-        report.pop("expert_ids", None)
-        return running_BTD, report
+    def run_layer(graphdef: Any, params: Any, carry: Carry) -> tuple[Carry, Report]:
+        after, report = nnx.merge(graphdef, params)(depth.with_carry(carry), segment_ids_BT, layout, collect)
+        return after.carry, {name: value for name, value in report.items() if name != "expert_ids"}
 
-    def run_pattern(running_BTD: jax.Array, repeat: tuple[Any, jax.Array]) -> tuple[jax.Array, list[Report]]:
-        params, starts_block = repeat
+    def run_pattern(carry: Carry, params: Sequence[Any]) -> tuple[Carry, list[Report]]:
         reports = []
-        for position, (graphdef, layer_params) in enumerate(zip(graphdefs, params, strict=True)):
+        for (graphdef, _), layer_params in zip(split, params, strict=True):
             layer = partial(run_layer, graphdef)
-            if config.remat == "layer":
+            if remat == "layer":
                 layer = jax.checkpoint(layer, prevent_cse=group.repeats == 1)  # a scan keeps the two passes apart by itself
-            running_BTD, report = layer(layer_params, running_BTD, starts_block & (position == 0))
+            carry, report = layer(layer_params, carry)
             reports.append(report)
-        return running_BTD, reports
+        return carry, reports
 
-    starts_R = (jnp.arange(group.repeats) == 0) & opens_block
+    params = [params for _, params in split]
     if group.repeats == 1:
-        running_BTD, reports = run_pattern(running_BTD, (jax.tree.map(lambda leaf: leaf[0], params), starts_R[0]))
-        return running_BTD, {group.layer(0, position): report for position, report in enumerate(reports)}, []
-    running_BTD, reports_R = jax.lax.scan(run_pattern, running_BTD, (params, starts_R))
-    by_layer = {
-        group.layer(repeat, position): {name: value[repeat] for name, value in report.items()}
-        for position, report in enumerate(reports_R)
-        for repeat in range(group.repeats)
-    }
-    return running_BTD, by_layer, []
+        carry, reports = run_pattern(depth.carry, jax.tree.map(lambda leaf: leaf[0], params))
+        reports = jax.tree.map(lambda value: value[None], reports)
+    else:
+        carry, reports = jax.lax.scan(run_pattern, depth.carry, params)
+    return depth.with_carry(carry), interleave(reports)
 
 
 def _trace_group(
-    layers: Any,
-    group: stacks.Group,
-    config: ModelConfig,
-    blocks: tuple[Source, ...],
-    running_BTD: jax.Array,
-    segment_ids_BT: jax.Array,
-    layout: Layout,
-    opens_block: bool,
-) -> tuple[jax.Array, dict[int, Report], list[jax.Array]]:
-    """Runs a group layer by layer and keeps the running sum after each."""
-    reports, sums = {}, []
+    layers: Sequence[Any], group: stacks.Group, depth: Depth, segment_ids_BT: jax.Array, layout: Layout, collect: bool
+) -> tuple[Depth, list[Report], list[jax.Array]]:
+    """Runs a group layer by layer and keeps what each leaves."""
+    reports, left = [], []
     split = [graph_and_params(layer) for layer in layers]
     for repeat in range(group.repeats):
-        for position, (graphdef, params) in enumerate(split):
+        for graphdef, params in split:
             layer = nnx.merge(graphdef, jax.tree.map(lambda leaf, r=repeat: leaf[r], params))
-            starts = opens_block and repeat == 0 and position == 0
-            running_BTD, reports[group.layer(repeat, position)] = layer(blocks, running_BTD, starts, segment_ids_BT, layout)
-            sums.append(running_BTD)
-    return running_BTD, reports, sums
-
-
-def _stack_reports(reports: dict[int, Report]) -> Report:
-    names = sorted({name for report in reports.values() for name in report})
-    return {name: jnp.stack([reports[layer][name] for layer in sorted(reports) if name in reports[layer]]) for name in names}
+            after, report = layer(depth, segment_ids_BT, layout, collect)
+            left.append(after.latest_BTD)
+            depth = depth.with_carry(after.carry)
+            reports.append({name: value[None] for name, value in report.items()})
+    return depth, reports, left

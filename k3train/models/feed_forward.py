@@ -1,7 +1,8 @@
-"""SiTU-GLU and the feed-forward block made of it.  Legend: B batch, T tokens, D model, F hidden."""
+"""Gated activations and the feed-forward block made of them.  Legend: B batch, T tokens, D model, F hidden."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -22,13 +23,19 @@ def situ_glu(gate: jax.Array, up: jax.Array, *, beta: float, linear_beta: float)
     return (beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g) * linear_beta * jnp.tanh(u / linear_beta)).astype(gate.dtype)
 
 
-def activation(config: ModelConfig) -> partial[jax.Array]:
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gate sigmoid(gate) * up, which SiTU-GLU equals near zero; in at least float32, cast back to gate's dtype."""
+    g, u = gate.astype(wide(gate.dtype)), up.astype(wide(up.dtype))
+    return (g * jax.nn.sigmoid(g) * u).astype(gate.dtype)
+
+
+def activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The gated activation (gate, up) -> hidden of a model."""
-    return partial(situ_glu, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+    return swiglu if config.activation == "swiglu" else partial(situ_glu, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
 
 
 class FeedForward(nnx.Module):
-    """W_down situ_glu(W_gate x, W_up x): layer 0's dense block and the shared experts."""
+    """W_down activation(W_gate x, W_up x): a dense layer's block, and the shared experts."""
 
     def __init__(self, config: ModelConfig, hidden: int):
         self.config = config

@@ -19,7 +19,7 @@ KDA_CHUNK = 64
 """Tokens in a chunk of the counted KDA form (report eqs 3-4), whichever kernel runs."""
 
 PARTS = (
-    "embedding", "kda", "gated_mla", "attention_residuals", "dense_feed_forward", "routed_experts", "shared_experts", "router",
+    "embedding", "kda", "gated_mla", "mla_rope", "attention_residuals", "dense_feed_forward", "routed_experts", "shared_experts", "router",
     "latent_projections", "norms", "head",
 )  # fmt: skip
 ATTENTION_RESIDUALS = ("mixer_res", "ffn_res", "output_res")
@@ -53,7 +53,7 @@ def parts(canonical: Mapping[str, Any], config: ModelConfig, sequence_length: in
     Forward operations per token are, summed over the layers,
 
         2 x (active entries of matrices and convolutions)
-        + gated MLA:            H (T+1) (K + V)                       scores and values of the causal half, K = nope + rope
+        + MLA of either kind:   H (T+1) (K + V)                       scores and values of the causal half, K = nope + rope
         + KDA:                  H (6 K V + C (3 K + 2 V) + C^2 / 3)   chunk form: state read, correction and update; pair matrices, inverse
         + Attention Residuals:  4 D (sources of the mix)              scores and weighted sum, at every mix
 
@@ -95,13 +95,17 @@ def _sequence_and_depth_flops(config: ModelConfig, sequence_length: int) -> dict
     pairs = (sequence_length + 1) * (mla.nope_head_dim + mla.rope_head_dim + mla.v_head_dim)
     return {
         "kda": config.mixers.count("kda") * kda.num_heads * state,
-        "gated_mla": config.mixers.count("gated_mla") * mla.num_heads * pairs,
+        **{kind: config.mixers.count(kind) * mla.num_heads * pairs for kind in ("gated_mla", "mla_rope")},
         "attention_residuals": 4 * config.d_model * sum(attention_residual_sources(config)),
     }
 
 
 def attention_residual_sources(config: ModelConfig) -> list[int]:
     """Number of sources of every mix in the forward pass, in order (report eqs 8-10): two per layer, save the first, and the output's."""
+    if config.depth == "residual":
+        return []
+    if config.depth == "full_attention_residuals":
+        return list(range(2, 2 * config.num_layers + 2))
     sources, blocks = [], 0
     for layer in range(config.num_layers):
         starts_block = layer % config.attn_res_block_size == 0

@@ -6,24 +6,15 @@ Legend: B batch, T tokens, D model, E experts, k active experts, L latent, F hid
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from k3train.config import ModelConfig
 from k3train.models.feed_forward import FeedForward, activation
 from k3train.models.layout import Layout
-from k3train.models.norms import rms_norm, wide
+from k3train.models.norms import rms_norm
 from k3train.models.parameters import ones, weight, zeros
-
-
-def route(scores_BTE: jax.Array, bias_E: jax.Array, active: int) -> tuple[jax.Array, jax.Array]:
-    """Chooses the top `active` experts of score + bias, weighs them by the scores alone (report eq. 11).
-
-    Returns ids int32 [B, T, k] by falling biased score and weights [B, T, k] that sum to one. The bias gets no gradient.
-    """
-    _, ids_BTk = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE + bias_E), active)
-    chosen_BTk = jnp.take_along_axis(scores_BTE, ids_BTk, axis=-1)
-    return ids_BTk, chosen_BTk / (jnp.sum(chosen_BTk, axis=-1, keepdims=True) + 1e-20)
+from k3train.models.reports import Report
+from k3train.models.router import choose_experts
 
 
 class LatentMoE(nnx.Module):
@@ -43,24 +34,13 @@ class LatentMoE(nnx.Module):
         self.w_down = weight((E, F, L), ("experts", "expert_mlp", "latent"), config)
         self.shared = FeedForward(config, moe.num_shared_experts * F) if moe.num_shared_experts else None
 
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array, layout: Layout) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """x [B, T, D] -> (y [B, T, D] in x's dtype, {"expert_load": int32 [E], "expert_ids": int32 [B, T, k]}).
-
-        The load counts real tokens only.
-        """
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array, layout: Layout, *, collect: bool = False) -> tuple[jax.Array, Report]:
+        """x [B, T, D], segment ids int32 [B, T] -> (y [B, T, D] in x's dtype, report of `router.choose_experts`)."""
         config, dtype = self.config, x_BTD.dtype
-        num_experts, active = config.moe.num_experts, config.moe.experts_per_token
-        router_DE = self.router[...].astype(wide(dtype))
-        scores_BTE = jax.nn.sigmoid(jnp.einsum("btd,de->bte", x_BTD.astype(wide(dtype)), router_DE, precision=jax.lax.Precision.HIGHEST))
-        ids_BTk, weights_BTk = route(scores_BTE, self.router_bias[...].astype(scores_BTE.dtype), active)
+        routing, report = choose_experts(x_BTD, self.router[...], self.router_bias[...], config.moe, segment_ids_BT, layout, collect)
 
         z_BTL = x_BTD @ self.latent_down[...].astype(dtype)
         experts = (w[...].astype(dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        u_BTL = layout.experts(z_BTL, ids_BTk, weights_BTk, *experts, activation=activation(config)).astype(dtype)
+        u_BTL = layout.experts(z_BTL, routing.expert_ids_BTk, routing.weights_BTk, *experts, activation=activation(config)).astype(dtype)
         y_BTD = rms_norm(u_BTL, self.latent_norm[...], config.norm_eps) @ self.latent_up[...].astype(dtype)
-        if self.shared is not None:
-            y_BTD += self.shared(x_BTD)
-
-        real_BTk = jnp.broadcast_to((segment_ids_BT >= 0)[..., None], ids_BTk.shape)
-        load_E = jnp.zeros(num_experts, jnp.int32).at[ids_BTk.reshape(-1)].add(real_BTk.reshape(-1).astype(jnp.int32))
-        return y_BTD, {"expert_load": load_E, "expert_ids": ids_BTk}
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), report

@@ -2,7 +2,7 @@
 
 The decoder calls a `Layout`; here are the protocol and the one-device form. `k3train.sharding` has the other form.
 Legend: B batch, T tokens, H heads, K/V key/value channels, W taps, S = B*T tokens, L latent, E experts, k active
-experts, F hidden, M = S*k routed rows.
+experts, F hidden, M = S*k routed rows, R row shards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pallas_kernels.kda
 from k3train.models.attention import causal_attention
 from k3train.models.short_conv import short_conv
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.moe_dispatch import combine, permute, sort_by_expert
+from pallas_kernels.moe_dispatch import combine, permute, router_histogram, sort_by_expert
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -64,6 +64,23 @@ class Layout(Protocol):
         """sum_j weight_j * expert_{id_j}(z), combined in at least float32; u [B, T, L]."""
         ...
 
+    def top_k(self, x_BTE: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """`jax.lax.top_k` of every token: values and int32 indices [B, T, k]."""
+        ...
+
+    def router_histogram(
+        self,
+        scores_BTE: jax.Array,
+        cutoffs_BT: jax.Array,
+        real_BT: jax.Array,
+        low: jax.Array,
+        width: jax.Array,
+        *,
+        bins: int,
+    ) -> jax.Array:
+        """`moe_dispatch.router_histogram` of each shard of the rows, not yet summed; int32 [R, E, bins]."""
+        ...
+
     def constrain(self, x: jax.Array, logical_axes: tuple[str | None, ...]) -> jax.Array:
         """States how an activation lies on the devices; the identity on one device."""
         ...
@@ -74,10 +91,17 @@ class LocalLayout:
 
     def kda(self, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
         """See `Layout.kda`."""
-        o_BTHV, _ = pallas_kernels.kda.kda(
-            q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT
+        o_BTHV, _ = self.kda_from(
+            None, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT
         )
         return o_BTHV
+
+    def kda_from(self, state_BHKV, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
+        """`Layout.kda` from a state before the row's first document on (None: zero), with the state after its last; single tokens too."""
+        return pallas_kernels.kda.kda(
+            q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT,
+            initial_state_BHKV=state_BHKV, implementation="recurrent" if q_BTHK.shape[1] == 1 else None,
+        )  # fmt: skip
 
     def attention(self, q_BTHK, k_BTHK, v_BTHV, *, scale, segment_ids_BT):
         """See `Layout.attention`."""
@@ -95,6 +119,15 @@ class LocalLayout:
         hidden_MF = activation(grouped_matmul(z_ML, w_gate_ELF, sizes_E), grouped_matmul(z_ML, w_up_ELF, sizes_E))
         y_ML = grouped_matmul(hidden_MF, w_down_EFL, sizes_E)
         return combine(y_ML, weights_BTk.reshape(-1, active), order_M).reshape(batch, tokens, latent)
+
+    def top_k(self, x_BTE, k):
+        """See `Layout.top_k`."""
+        return jax.lax.top_k(x_BTE, k)
+
+    def router_histogram(self, scores_BTE, cutoffs_BT, real_BT, low, width, *, bins):
+        """See `Layout.router_histogram`."""
+        scores_SE = scores_BTE.reshape(-1, scores_BTE.shape[-1])
+        return router_histogram(scores_SE, cutoffs_BT.reshape(-1), real_BT.reshape(-1), low, width, bins=bins)[None]
 
     def constrain(self, x, logical_axes):
         """See `Layout.constrain`."""

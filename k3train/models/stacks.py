@@ -1,7 +1,7 @@
 """The only place that stacks and unstacks layers.
 
-Storage: inside an Attention Residuals block, consecutive repeats of a layer pattern are one `Group` whose parameters
-carry a leading `layers` dim, so that a scan compiles the pattern once. Checkpoints and other formats use the canonical
+Storage: consecutive repeats of a layer pattern are one `Group` whose parameters carry a leading `layers` dim, so that a
+scan compiles the pattern once. What may be scanned depends on the depth form: see `plan`. Checkpoints and other formats use the canonical
 form, one subtree per layer, which depends on no grouping.
     stored     {"embed": ..., "groups": {g: {j: leaves [repeats, ...]}}, ...}
     canonical  {"embed": ..., "layers": {"0": leaves [...], "1": ...}, ...}
@@ -9,7 +9,7 @@ form, one subtree per layer, which depends on no grouping.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from k3train.config import ModelConfig
 from k3train.models.parameters import Tree
+
+Path = tuple[str, ...]
 
 
 class Group(NamedTuple):
@@ -34,9 +36,15 @@ class Group(NamedTuple):
 
 
 def plan(config: ModelConfig) -> tuple[tuple[Group, ...], ...]:
-    """The groups of each Attention Residuals block, in order."""
+    """The groups of each block, in order; a group lies in one block.
+
+    Block Attention Residuals: a block of layers has one number of sources. Full: every layer has its own, so that nothing repeats.
+    Plain residual: all layers are one block.
+    """
     kinds = tuple(zip(config.mixers, config.feed_forwards, strict=True))
-    size = config.attn_res_block_size
+    if config.depth == "full_attention_residuals":
+        return (tuple(Group(layer, 1, 1) for layer in range(config.num_layers)),)
+    size = config.attn_res_block_size if config.depth == "block_attention_residuals" else config.num_layers
     return tuple(_group_block(kinds[start : start + size], start) for start in range(0, config.num_layers, size))
 
 
@@ -97,6 +105,36 @@ def stack(canonical: Tree, config: ModelConfig) -> Tree:
     }
     rest = {name: subtree for name, subtree in canonical.items() if name != "layers"}
     return {**rest, "groups": stored}
+
+
+def by_parameter(values_LX: Any, config: ModelConfig, layers: Sequence[int], leaf: Path) -> dict[Path, Any]:
+    """Values of some layers, keyed by the stored parameter that they belong to.
+
+    Args:
+      values_LX: array [L, ...], one entry for each of `layers`.
+      layers: rising numbers of the layers that have the leaf, such as those with experts.
+      leaf: the leaf inside a layer, such as ("ffn", "router_bias").
+
+    Returns:
+      {path of the leaf in the stored form, as ("groups", "1", "0", "ffn", "router_bias"): [repeats, ...], like the leaf}.
+
+    Raises:
+      ValueError: the values are not one per layer, or only some layers of a stack are named.
+    """
+    if values_LX.shape[0] != len(layers):
+        raise ValueError(f"{values_LX.shape[0]} values for {len(layers)} layers")
+    row = {layer: index for index, layer in enumerate(layers)}
+    result = {}
+    for index, group in enumerate(groups(config)):
+        for position in range(group.unit):
+            members = [group.layer(repeat, position) for repeat in range(group.repeats)]
+            rows = [row[layer] for layer in members if layer in row]
+            if rows and len(rows) < group.repeats:
+                raise ValueError(f"layers {members} are stacked, but only some of them are among {list(layers)}")
+            if rows:  # equally far apart, since a group repeats one pattern
+                step = rows[1] - rows[0] if len(rows) > 1 else 1
+                result[("groups", str(index), str(position), *leaf)] = values_LX[rows[0] : rows[-1] + 1 : step]
+    return result
 
 
 def unstack_tree(tree: Any, config: ModelConfig) -> Any:

@@ -8,25 +8,31 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from k3train.config import ScheduleConfig
+from k3train.config import ScheduleConfig, ScheduleKind
 
 Schedule = Callable[[ArrayLike], jax.Array]
 
 
-def warmup_cosine(peak: float, config: ScheduleConfig) -> Schedule:
-    """Linear warm-up to `peak`, then a cosine down to `final_fraction * peak` (report 3.3).
+def learning_rate(peak: float, kind: ScheduleKind, config: ScheduleConfig) -> Schedule:
+    """Linear warm-up to `peak`, then the course that `kind` names, down to `final_fraction * peak`.
 
-    The first update already moves (a share 1/warm-up of the peak), the last of `config.steps` updates has the final rate, and so
-    has every later one. Returns a function from the int update count to a float32 scalar.
+    `cosine` falls from the end of the warm-up (report 3.3); `wsd` (warm-up, stable, decay) stays and falls linearly over the last
+    `decay_fraction` of the steps; `constant` stays. The first update already moves (a share 1/warm-up of the peak), the last of
+    `config.steps` updates has the final rate, and so has every later one.
+
+    Returns:
+      a function from the int count of updates already applied to a float32 scalar.
     """
     warmup = round(config.warmup_fraction * config.steps)
-    decay = max(config.steps - warmup, 1)
+    start = warmup if kind == "cosine" else max(warmup, config.steps - round(config.decay_fraction * config.steps))
+    length = max(config.steps - start, 1)
+    low = 1.0 if kind == "constant" else config.final_fraction
 
-    def learning_rate(count: ArrayLike) -> jax.Array:
+    def rate(count: ArrayLike) -> jax.Array:
         update = jnp.asarray(count, jnp.float32) + 1.0
         rising = update / max(warmup, 1)
-        progress = jnp.clip((update - warmup) / decay, 0.0, 1.0)
-        falling = config.final_fraction + (1.0 - config.final_fraction) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-        return peak * jnp.where(update < warmup, rising, falling)
+        progress = jnp.clip((update - start) / length, 0.0, 1.0)
+        fallen = 0.5 * (1.0 + jnp.cos(jnp.pi * progress)) if kind == "cosine" else 1.0 - progress
+        return peak * jnp.where(update < warmup, rising, low + (1.0 - low) * fallen)
 
-    return learning_rate
+    return rate

@@ -66,6 +66,18 @@ class ShardedLayout:
 
         return self._on_rows(run, 3, 3)(z_BTL, expert_ids_BTk, weights_BTk, w_gate_ELF, w_up_ELF, w_down_EFL)
 
+    def top_k(self, x_BTE, k):
+        """See `Layout.top_k`; XLA would gather all rows on every device."""
+        return self._on_rows(lambda x: self.local.top_k(x, k), 1, 0)(x_BTE)
+
+    def router_histogram(self, scores_BTE, cutoffs_BT, real_BT, low, width, *, bins):
+        """See `Layout.router_histogram`; nothing is sent."""
+
+        def run(scores, cutoffs, real, low, width):
+            return self.local.router_histogram(scores, cutoffs, real, low, width, bins=bins)
+
+        return self._on_rows(run, 3, 2)(scores_BTE, cutoffs_BT, real_BT, low, width)
+
     def constrain(self, x, logical_axes):
         """See `Layout.constrain`."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, activation_spec(logical_axes)))

@@ -7,21 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.stages import Wrapped
 
-from k3train.config import Experiment
+from k3train.config import Experiment, ModelConfig
 from k3train.data.batch import Batch
 from k3train.errors import UserError
-from k3train.models import parameters
+from k3train.models import parameters, stacks
 from k3train.models.initialize import initialize
-from k3train.optim import build_optimizer, warmup_cosine
+from k3train.optim import build_optimizer, learning_rates
 from k3train.sharding.placement import Placement, place
 from k3train.train import state as train_state
+from k3train.train.compile_cache import runs_briefly
+from k3train.train.determinism import compiler_options
 from k3train.train.evaluation import build_eval_step
+from k3train.train.report import build_report
 from k3train.train.state import TrainState, Tree
-from k3train.train.step import Aux, Forward, build_train_step
+from k3train.train.step import Aux, Evidence, Forward, Metrics, build_train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,42 +58,73 @@ def assemble(experiment: Experiment, boundary_id: int) -> Assembly:
     placement = place(experiment.mesh)
     _check_rows(experiment, placement.row_shards)
     graphdef, params, axes = parameters.abstract(experiment.model)
-    optimizer = build_optimizer(experiment.optimizer, experiment.schedule, axes)
+    optimizer, train_step = training(experiment, graphdef, axes, placement)
     abstract = train_state.abstract(params, optimizer)
     shardings = train_state.shardings(abstract, placement.params(axes, params), placement.replicated)
-    forward = build_forward(graphdef, placement)
-    train_step = build_train_step(
-        forward,
-        optimizer,
-        warmup_cosine(experiment.optimizer.peak_lr, experiment.schedule),
-        microbatches=experiment.optimizer.microbatches,
-        row_shards=placement.row_shards,
-    )
 
     def init() -> TrainState:
         return train_state.create(initialize(experiment.model, experiment.seed), optimizer)
 
+    eval_step = build_eval_step(build_forward(graphdef, placement), boundary_id)
+    options: dict[str, Any] = compiler_options(experiment)
     rows = (experiment.data.batch_size, experiment.data.sequence_length)
     kinds = dict.fromkeys(Batch._fields, np.int32) | {"loss_mask": np.float32}
     fields: dict[str, Any] = {name: jax.ShapeDtypeStruct(rows, dtype, sharding=placement.batch) for name, dtype in kinds.items()}
     return Assembly(
         target=jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings),
         batch=Batch(**fields),
-        init=jax.jit(init, out_shardings=shardings, compiler_options=_quick_to_compile()),
-        train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, placement.replicated)),
-        eval_step=jax.jit(build_eval_step(forward, boundary_id), out_shardings=placement.replicated),
+        init=jax.jit(init, out_shardings=shardings, compiler_options=options | runs_briefly()),
+        train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, placement.replicated), compiler_options=options),
+        eval_step=jax.jit(eval_step, out_shardings=placement.replicated, compiler_options=options),
         put=lambda batch: jax.device_put(batch, placement.batch),
     )
 
 
-def build_forward(graphdef: nnx.GraphDef[Any], placement: Placement) -> Forward:
-    """The decoder as a pure function of its parameters and a batch."""
+def training(
+    experiment: Experiment, graphdef: nnx.GraphDef[Any], axes: Tree, placement: Placement
+) -> tuple[optax.GradientTransformationExtraArgs, Callable[[TrainState, Batch], tuple[TrainState, Metrics]]]:
+    """The optimizer and the step, a pure function."""
+    model, config = experiment.model, experiment.optimizer
+    optimizer = build_optimizer(config, experiment.schedule, axes, balancing=model.moe.balancing)
+    step = build_train_step(
+        build_forward(graphdef, placement, collect=True),
+        optimizer,
+        evidence=lambda aux: evidence(aux, model),
+        report=build_report(model, config.qk_clip),
+        learning_rates=learning_rates(config, experiment.schedule),
+        microbatches=config.microbatches,
+        row_shards=placement.row_shards,
+    )
+    return optimizer, step
+
+
+def build_forward(graphdef: nnx.GraphDef[Any], placement: Placement, *, collect: bool = False) -> Forward:
+    """The decoder as a pure function of its parameters and a batch; `collect` as in `Decoder`."""
 
     def forward(params: Tree, batch: Batch) -> tuple[jax.Array, Aux]:
-        output = nnx.merge(graphdef, params)(batch.tokens, batch.segment_ids, layout=placement.layout)
+        output = nnx.merge(graphdef, params)(batch.tokens, batch.segment_ids, layout=placement.layout, collect=collect)
         return output.logits_BTV, output.aux
 
     return forward
+
+
+def evidence(aux: Aux, config: ModelConfig) -> Evidence:
+    """A step's side outputs per layer as the optimizer takes them, by parameter. Here the shards' histograms become one."""
+    experts = [layer for layer, kind in enumerate(config.feed_forwards) if kind != "dense"]
+    attention = [layer for layer, kind in enumerate(config.mixers) if kind != "kda"]
+    bias, query = ("ffn", "router_bias"), ("mixer", "q_up")
+
+    def by_parameter(name: str, layers: list[int], leaf: tuple[str, str]) -> dict[tuple[str, ...], jax.Array]:
+        if name not in aux or not layers:
+            return {}
+        values = jnp.sum(aux[name], axis=1) if name == "histogram" else aux[name]
+        return stacks.by_parameter(values, config, layers, leaf)
+
+    return {
+        "histograms": by_parameter("histogram", experts, bias),
+        "loads": by_parameter("expert_load", experts, bias),
+        "max_logits": by_parameter("max_logit", attention, query),
+    }
 
 
 def _check_rows(experiment: Experiment, row_shards: int) -> None:
@@ -99,8 +135,3 @@ def _check_rows(experiment: Experiment, row_shards: int) -> None:
             f"data.batch_size = {batch_size}: must be a multiple of optimizer.microbatches = {microbatches} times the {row_shards} devices "
             "that share the rows. Change one of them, or use fewer devices."
         )
-
-
-def _quick_to_compile() -> dict[str, int]:
-    """Compiler options for a program that runs once: on CPUs, optimising the random draws takes five times as long as leaving them."""
-    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that a resumed or repeated run starts at once."""
+"""Compiled programs: kept on disk, so that a resumed or repeated run starts at once, and quick to make where they run briefly."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def enable() -> None:
         return
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(root / "k3train" / "jax" / _processor()))
+
+
+def runs_briefly() -> dict[str, int]:
+    """Compiler options for a program that does not run for long: on CPUs, optimising it would take longer than it runs."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 
 
 def _processor() -> str:

@@ -5,7 +5,6 @@ Nothing waits for the device on the way from one step to the next: a step's metr
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,14 +15,15 @@ from k3train import config_io
 from k3train.config import Experiment
 from k3train.data.batch import Batch
 from k3train.errors import UserError
-from k3train.train import evaluation, result
+from k3train.train import evaluation, report, result
 from k3train.train.checkpoints import Checkpoints, Record
 from k3train.train.evaluation import Heldout, Sums
 from k3train.train.metrics import MetricWriter
-from k3train.train.progress import ProgressDisplay, Rate
+from k3train.train.progress import ProgressDisplay
 from k3train.train.signals import StopRequest
 from k3train.train.state import TrainState, Tree
 from k3train.train.step import Metrics
+from k3train.train.timing import Rate, Split
 
 
 @dataclass(kw_only=True)
@@ -52,27 +52,30 @@ class Course:
     """Newest step with held-out figures in the metrics."""
     saved_step: int | None
     """Newest step that is saved."""
+    mfu: Callable[[float], float | None]
+    """Share of the devices' peak at a number of tokens per second; None where the peak is not known."""
     rate: Rate = field(default_factory=Rate)
+    split: Split = field(default_factory=Split)
     unread: tuple[int, Metrics] | None = None
     """The newest step's metrics, not looked at yet."""
 
     def train(self, batches: Iterator[Batch]) -> None:
-        """Makes updates until the schedule ends or someone asks to stop; `batches` begins with number `step`."""
-        steps, evaluation_every, save_every = (
-            self.experiment.schedule.steps,
-            self.experiment.evaluation.every_steps,
-            self.experiment.checkpoint.every_steps,
-        )
+        """Makes steps until the schedule ends or someone asks to stop; `batches` begins with number `step`."""
+        steps, evaluation_every = self.experiment.schedule.steps, self.experiment.evaluation.every_steps
         self.rate.restart()
+        self.split.take()
         while self.step < steps and self.stop.signal is None:
-            self.state, step_metrics = self.train_step(self.state, next(batches))
+            with self.split.part("data"):
+                batch = next(batches)
+            with self.split.part("dispatch"):
+                self.state, step_metrics = self.train_step(self.state, batch)
             self.step += 1
             self.read_metrics()
             self.unread = (self.step, step_metrics)
             # An evaluation comes before the save of the same step, so that a resume from there finds its figures written.
             if self.step % evaluation_every == 0 or self.step == steps:
                 self.evaluate()
-            if self.step % save_every == 0 or self.step == steps:
+            if self.checkpoints.due(self.step) or self.step == steps:
                 self.save()
         self.read_metrics()
 
@@ -80,32 +83,52 @@ class Course:
         """Waits for the newest step of which the metrics are unread, shows and writes them.
 
         Raises:
-          UserError: its loss or gradient is not finite.
+          UserError: too many steps in a row had a loss or gradient that is not finite.
         """
         if self.unread is None:
             return
         (step, on_device), self.unread = self.unread, None
-        values = jax.device_get(on_device)
-        if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
-            saved = f"The newest saved step is {self.saved_step}. " if self.saved_step else "No step is saved. "
-            raise UserError(
-                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: not finite. The run stops, this step unsaved.\n"
-                f"{saved}Lower optimizer.peak_lr or look at the text, and start a run with another --name."
-            )
-        tokens = int(values.pop("tokens"))
-        self.tokens += tokens
+        with self.split.part("device"):
+            values = jax.device_get(on_device)
+        tokens, in_a_row = int(values.pop("tokens")), int(values.pop("skipped_in_a_row"))
+        skipped, finite_L = bool(in_a_row), values.pop("finite", ())
+        self.tokens += 0 if skipped else tokens
         self.rate.add(tokens)
         self.display.update(step, float(values["loss"]), self.rate.tokens_per_second, self.rate.seconds_per_step)
-        if step == 1 or step % self.experiment.logging.every_steps == 0 or step == self.experiment.schedule.steps:
-            speed = {"tokens": self.tokens, "tokens_per_second": round(self.rate.tokens_per_second, 1), "seconds": round(self.clock(), 3)}
-            self.writer.write(step, {**values, **speed})
+        if skipped:
+            values["skipped"] = report.where_not_finite(values, finite_L, self.experiment.model)
+            self.display.note(f"step {step}: loss or gradient not finite, first in {values['skipped']}. The step is left out.")
+        logging, last = self.experiment.logging, self.experiment.schedule.steps
+        if skipped or step == 1 or step % logging.every_steps == 0 or step == last:
+            self.writer.write(step, {**values, **self.speed()})
+        if in_a_row >= self.experiment.optimizer.max_skipped_steps:
+            saved = f"The newest saved step is {self.saved_step}. " if self.saved_step else "No step is saved. "
+            raise UserError(
+                f"step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite, the last one first in"
+                f" {values['skipped']}. None of them was applied, and the run stops (optimizer.max_skipped_steps).\n"
+                f"{saved}Lower optimizer.peak_lr or look at the text, and start a run with another --name."
+            )
+
+    def speed(self) -> dict[str, float]:
+        """What is written of the run's speed: seconds by part since the last line, rates, and the clock."""
+        rate = self.rate.tokens_per_second
+        mfu = self.mfu(rate)
+        return {
+            "tokens": self.tokens,
+            "tokens_per_second": round(rate, 1),
+            "seconds_per_step": round(self.rate.seconds_per_step, 6),
+            **({} if mfu is None else {"mfu": round(mfu, 5)}),
+            **{f"seconds/{name}": round(seconds, 4) for name, seconds in self.split.take().items()},
+            "seconds": round(self.clock(), 3),
+        }
 
     def evaluate(self) -> None:
         """Scores held-out text under the present parameters, unless that is done."""
         self.read_metrics()
         if self.evaluated_step == self.step:
             return
-        heldout: Heldout = evaluation.evaluate(self.eval_step(), self.state.params, self.heldout_batches())
+        with self.split.part("evaluation"):
+            heldout: Heldout = evaluation.evaluate(self.eval_step(), self.state.params, self.heldout_batches())
         self.writer.write(self.step, {"heldout_loss": heldout.loss, "heldout_bits_per_byte": heldout.bits_per_byte})
         self.display.note(f"step {self.step}: held-out text {heldout.bits_per_byte:.3f} bits per byte")
         self.evaluated_step = self.step
@@ -124,7 +147,8 @@ class Course:
             experiment=config_io.to_dict(self.experiment),
             versions=result.versions(),
         )
-        self.checkpoints.save(self.state, record)
+        with self.split.part("save"):
+            self.checkpoints.save(self.state, record)
         self.saved_step = self.step
         self.rate.restart()
 

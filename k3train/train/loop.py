@@ -6,33 +6,38 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from k3train.config import Experiment
 from k3train.data.counting import counting_baselines
 from k3train.data.loader import Data, open_data
 from k3train.errors import UserError
-from k3train.train import compile_cache, metrics, result
+from k3train.models import flops, stacks
+from k3train.train import compile_cache, determinism, device_peaks, metrics, result
 from k3train.train.assembly import Assembly, assemble
 from k3train.train.checkpoints import Checkpoints, Record
 from k3train.train.course import Course, wall_clock
 from k3train.train.progress import ProgressDisplay
 from k3train.train.result import Result
-from k3train.train.resume import check_resumable
+from k3train.train.resume import Change, Resume, adopt, check_resumable, describe
+from k3train.train.sample import sample
 from k3train.train.signals import Stopped, StopRequest
-from k3train.train.state import count
+from k3train.train.state import TrainState, Tree, count
+from k3train.train.tensorboard import TensorBoard
 
 CHECKPOINTS_FOLDER, METRICS_FILE, RESULT_FILE, LOSS_CURVE_FILE = "checkpoints", "metrics.jsonl", "result.json", "loss_curve.png"
+TENSORBOARD_FOLDER = "tensorboard"
 
 COUNTABLE_BYTES = 100_000_000
 """Longest training text whose byte counts are worth their memory beside a run."""
 
 
-def run(experiment: Experiment, run_folder: Path, *, resume: bool = False, console: Console | None = None) -> Result:
+def run(experiment: Experiment, run_folder: Path, *, resume: Resume | None = None, console: Console | None = None) -> Result:
     """Trains until `schedule.steps` updates are made and writes everything into the run folder.
 
     The folder gets `metrics.jsonl`, `checkpoints/`, and at the end `result.json` and `loss_curve.png`. With `resume` the run goes on
@@ -45,12 +50,14 @@ def run(experiment: Experiment, run_folder: Path, *, resume: bool = False, conso
     start = time.monotonic()
     console = console or Console()
     experiment.validate()
-    record = _newest_record(experiment, run_folder) if resume else None
+    record = _record(experiment, run_folder, resume.step) if resume else None
+    changes: list[Change] = []
     if record is None:
         _refuse_existing_run(run_folder)
     elif record.step >= experiment.schedule.steps and (run_folder / RESULT_FILE).is_file():
         console.print(f"{run_folder} is finished: all {record.step} steps are made.", highlight=False)
         return Result.load(run_folder / RESULT_FILE)
+    determinism.prepare(experiment, run_folder)
     compile_cache.enable()
 
     def announce(_: int) -> None:
@@ -59,16 +66,19 @@ def run(experiment: Experiment, run_folder: Path, *, resume: bool = False, conso
     with _alone(run_folder), StopRequest(announce) as stop:
         data = open_data(experiment.data)
         _check_vocabulary(experiment, data)
-        if record is not None:
-            check_resumable(record, experiment, data.fingerprint, run_folder)
+        if resume is not None and record is not None:
+            changes = check_resumable(record, experiment, data.fingerprint, run_folder, resume.allow)
+            if changes:
+                console.print(f"Changed: {describe(changes)}", highlight=False, markup=False, soft_wrap=True)
         assembly = assemble(experiment, data.tokenizer.boundary_id)
-        return _train(experiment, run_folder, record, data, assembly, stop, console, start)
+        return _train(experiment, run_folder, record, changes, data, assembly, stop, console, start)
 
 
 def _train(
     experiment: Experiment,
     run_folder: Path,
     record: Record | None,
+    changes: list[Change],
     data: Data,
     assembly: Assembly,
     stop: StopRequest,
@@ -87,7 +97,7 @@ def _train(
     # Compiling leaves the interpreter alone (tracing, inside `lower`, does not), so the state and the counting models are made meanwhile.
     with (
         Checkpoints(run_folder / CHECKPOINTS_FOLDER, experiment.model, experiment.checkpoint) as checkpoints,
-        metrics.JsonLines(lines, resume_step=step) as writer,
+        _writer(experiment, run_folder, step) as writer,
         ProgressDisplay(console, step, experiment.schedule.steps) as display,
         _threads() as background,
     ):
@@ -97,7 +107,7 @@ def _train(
         course = Course(
             experiment=experiment,
             data_fingerprint=data.fingerprint,
-            state=checkpoints.restore(assembly.target, step) if record else assembly.init(),
+            state=_restored(checkpoints, assembly.target, step, changes, experiment) if record else assembly.init(),
             train_step=train_step.result(),
             eval_step=eval_step.result,
             heldout_batches=lambda: map(assembly.put, data.heldout_batches(experiment.evaluation.batches)),
@@ -110,6 +120,7 @@ def _train(
             clock=wall_clock(start, record.seconds if record else 0.0),
             evaluated_step=metrics.last_step_with("heldout_loss", lines),
             saved_step=record.step if record else None,
+            mfu=_mfu(experiment, assembly.target.params),
         )
         course.train(map(assembly.put, data.train_iterator(step)))
         if course.step < experiment.schedule.steps and stop.signal is not None:
@@ -121,11 +132,18 @@ def _train(
         course.save()
         checkpoints.wait()
         counted = baselines.result()
-    return _finish(experiment, run_folder, course, parameters, counted, console)
+        continuation = sample(experiment.evaluation, experiment.model, course.state.params, data.tokenizer)
+    return _finish(experiment, run_folder, course, parameters, counted, continuation, console)
 
 
 def _finish(
-    experiment: Experiment, run_folder: Path, course: Course, parameters: int, baselines: dict[str, float], console: Console
+    experiment: Experiment,
+    run_folder: Path,
+    course: Course,
+    parameters: int,
+    baselines: dict[str, float],
+    continuation: str | None,
+    console: Console,
 ) -> Result:
     """Writes and shows the result."""
     lines = metrics.read(run_folder / METRICS_FILE)
@@ -143,6 +161,9 @@ def _finish(
         versions=result.versions(),
     )
     outcome.save(run_folder / RESULT_FILE)
+    if continuation is not None:
+        console.print("The model continues a text:", highlight=False)
+        console.print(f"{continuation}\n", highlight=False, markup=False)
     result.print_table(outcome, console)
     written = ", ".join((RESULT_FILE, LOSS_CURVE_FILE, METRICS_FILE, CHECKPOINTS_FOLDER))
     console.print(f"Everything is in {run_folder}: {written}.", highlight=False, soft_wrap=True)
@@ -159,9 +180,39 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _newest_record(experiment: Experiment, run_folder: Path) -> Record:
+@contextlib.contextmanager
+def _writer(experiment: Experiment, run_folder: Path, step: int) -> Iterator[metrics.MetricWriter]:
+    """Where the run's figures go: JSON lines always, TensorBoard if the config says so."""
+    with contextlib.ExitStack() as stack:
+        writers: list[metrics.MetricWriter] = [stack.enter_context(metrics.JsonLines(run_folder / METRICS_FILE, resume_step=step))]
+        if experiment.logging.tensorboard:
+            writers.append(stack.enter_context(TensorBoard(run_folder / TENSORBOARD_FOLDER, resume_step=step)))
+        yield metrics.All(writers)
+
+
+def _mfu(experiment: Experiment, params: Tree) -> Callable[[float], float | None]:
+    """Model FLOPs utilisation at a number of tokens per second; a rate is stated for BF16 work alone."""
+    model = experiment.model
+    by_part = flops.parts(stacks.unstack(params, model), model, experiment.data.sequence_length)
+    per_token = flops.training_flops(flops.whole(by_part).forward_flops)
+    if model.dtypes.compute != "bfloat16":
+        return lambda tokens_per_second: None
+    return lambda tokens_per_second: device_peaks.mfu(tokens_per_second, per_token, jax.devices())
+
+
+def _record(experiment: Experiment, run_folder: Path, step: int | None) -> Record:
+    """Of the step to go on from, whose files are whole."""
     with Checkpoints(run_folder / CHECKPOINTS_FOLDER, experiment.model) as checkpoints:
-        return checkpoints.record()
+        record = checkpoints.record(step)
+        checkpoints.check(record.step)
+        return record
+
+
+def _restored(checkpoints: Checkpoints, target: TrainState, step: int, changes: list[Change], experiment: Experiment) -> TrainState:
+    """The saved state; from here on the run is `experiment`."""
+    state = checkpoints.restore(target, step, checked=True)
+    adopt(changes, experiment, checkpoints.folder.parent, step)
+    return state
 
 
 def _refuse_existing_run(run_folder: Path) -> None:

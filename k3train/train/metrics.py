@@ -1,4 +1,4 @@
-"""Numbers over the course of a run, as JSON lines.
+"""Numbers over the course of a run: the protocol of their writers, and the writer of JSON lines.
 
 Each line is one object with `step` (updates made) and either training figures (`loss`, ...) or held-out ones (`heldout_loss`, ...).
 """
@@ -6,8 +6,9 @@ Each line is one object with `step` (updates made) and either training figures (
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ class MetricWriter(Protocol):
     """Where metrics go."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Takes figures (floats, or lists with one per layer) of the state after `step` updates."""
+        """Takes figures (floats, or arrays over layers) and notes (texts) of the state after `step` steps."""
         ...
 
     def close(self) -> None:
@@ -38,12 +39,15 @@ class JsonLines:
             rewritten = path.with_suffix(".tmp")
             rewritten.write_text("".join(map(_line, keep)), encoding="utf-8")
             os.replace(rewritten, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """See `MetricWriter.write`."""
-        self._file.write(_line({"step": step, **{name: plain(value) for name, value in values.items()}}))
-        self._file.flush()
+        try:
+            self._file.write(_line({"step": step, **{name: plain(value) for name, value in values.items()}}))
+            self._file.flush()
+        except OSError as error:  # an error of writing does not know its file
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """See `MetricWriter.close`."""
@@ -54,6 +58,23 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class All:
+    """Every one of several writers."""
+
+    def __init__(self, writers: Sequence[MetricWriter]):
+        self._writers = writers
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """See `MetricWriter.write`."""
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def close(self) -> None:
+        """See `MetricWriter.close`."""
+        for writer in self._writers:
+            writer.close()
 
 
 def read(path: Path) -> list[Line]:
@@ -75,9 +96,18 @@ def last_step_with(name: str, path: Path) -> int | None:
 
 
 def plain(value: Any) -> Any:
-    """An array or number as JSON holds it. A float32 keeps all its digits: reading it back gives the same bits."""
+    """An array or number as JSON holds it. A float32 keeps all its digits: reading it back gives the same bits.
+
+    JSON has no NaN and no infinity: they become None.
+    """
     array = np.asarray(value)
-    return array.tolist() if array.dtype.kind in "fiub" else value
+    return _finite(array.tolist()) if array.dtype.kind in "fiub" else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _line(values: Mapping[str, Any]) -> str:

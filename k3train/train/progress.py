@@ -56,31 +56,3 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(max(seconds, 0.0)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-class Rate:
-    """Speed over about the last twenty steps."""
-
-    def __init__(self) -> None:
-        self._mark = time.monotonic()
-        self._seconds = self._tokens = self._steps = 0.0
-
-    def restart(self) -> None:
-        """Leaves out the time since the last step: something else was done."""
-        self._mark = time.monotonic()
-
-    def add(self, tokens: float) -> None:
-        """Counts one finished step."""
-        now, keep = time.monotonic(), 0.95
-        self._seconds = keep * self._seconds + now - self._mark
-        self._tokens, self._steps, self._mark = keep * self._tokens + tokens, keep * self._steps + 1.0, now
-
-    @property
-    def tokens_per_second(self) -> float:
-        """0 before the first step."""
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-    @property
-    def seconds_per_step(self) -> float:
-        """0 before the first step."""
-        return self._seconds / self._steps if self._steps else 0.0

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from k3train.optim.paths import by_path, path_of
+
 Tree = Any
-Path = tuple[str, ...]
 
 
 class TrainState(NamedTuple):
@@ -43,7 +44,7 @@ def like_params(tree: Tree, params: Tree, default: Any) -> Tree:
       params: tree of values (shardings, say) shaped like the parameters.
       default: for leaves that accompany none, such as counters.
     """
-    entries = {path_of(path): value for path, value in jax.tree_util.tree_flatten_with_path(params)[0]}
+    entries = by_path(params)
 
     def entry(path: tuple[Any, ...], _: Any) -> Any:
         names = path_of(path)
@@ -55,11 +56,6 @@ def like_params(tree: Tree, params: Tree, default: Any) -> Tree:
 def shardings(state: TrainState, params: Tree, replicated: Any) -> TrainState:
     """Shardings of a state: moments lie where their parameters lie, counters are replicated."""
     return TrainState(step=replicated, params=params, optimizer=like_params(state.optimizer, params, replicated))
-
-
-def path_of(path: tuple[Any, ...]) -> Path:
-    """A pytree path as strings."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def count(params: Tree) -> int:

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.target import target
 
-Implementation = Literal["xla", "hopper"]
+Implementation = Literal["xla", "hopper", "tpu"]
 
 _DTYPES = ("bfloat16", "float32", "float64")
+_SMALLEST_VERIFIED = 192  # K and N of the smallest matrices that the Hopper kernels were checked with on a GPU
 
 
 def grouped_matmul(
@@ -35,7 +37,9 @@ def grouped_matmul(
         x_MK: bfloat16, float32 or float64 rows, those of group 0 first.
         w_EKN: one matrix per group, in the rows' dtype.
         group_sizes_E: integers >= 0, the rows of each group; their sum is at most M (not checked: they live on the device).
-        implementation: None is the XLA form, logged once; `hopper`, which must be asked for, needs JAX 0.11, a Hopper GPU and bf16.
+        implementation: None is `hopper` or `tpu` where its kernels apply (`hopper`: JAX 0.11, a Hopper GPU, bf16, M a multiple of 8, K
+            and N of 64 and at least 192) and the XLA form elsewhere; the choice is logged once for each reason. By name it raises
+            where it does not apply. `tpu` multiplies float32 at the highest precision.
 
     Returns:
         y_MN in the rows' dtype. Rows past the sum of the sizes are zero, have zero gradient and enter no matrix's gradient.
@@ -69,27 +73,56 @@ def _validate(x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array) -> No
         raise TypeError(f"grouped_matmul: group sizes are integers, not {group_sizes_E.dtype}.")
 
 
-def _form(implementation: str | None, x_MK: jax.Array, w_EKN: jax.Array) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """The form to run: the one asked for, else the one for every platform."""
-    if implementation is None:
-        _log_once(jax.default_backend())
-    if implementation in (None, "xla"):
-        return reference.grouped_matmul
-    if implementation != "hopper":
-        raise ValueError(f"grouped_matmul: implementation {implementation!r} is none of xla, hopper.")
-    from pallas_kernels.grouped_matmul import hopper  # JAX 0.10 cannot run it, and the import takes 0.4 s
+def choose(x_MK: jax.Array, w_EKN: jax.Array) -> tuple[Implementation, str]:
+    """The implementation for these arrays (only shapes and dtypes are read) on what is compiled for, and why."""
+    platform = target().platform
+    if platform == "tpu":
+        refusal = _refusal("tpu", x_MK, w_EKN)
+        return ("xla", refusal) if refusal else ("tpu", "it is compiled for TPUs")
+    if platform == "gpu":
+        refusal = _refusal("hopper", x_MK, w_EKN)
+        if not refusal and min(w_EKN.shape[1:]) < _SMALLEST_VERIFIED:
+            refusal = (
+                f"the Hopper kernels are verified from K and N = {_SMALLEST_VERIFIED} on, not at {w_EKN.shape[1]} and {w_EKN.shape[2]}"
+            )
+        return ("xla", refusal) if refusal else ("hopper", "a Hopper GPU, bfloat16 and sizes that the kernels take")
+    return "xla", f"the platform is {platform}"
 
-    refusal = hopper.platform_refusal() or hopper.shape_refusal(x_MK, w_EKN)
+
+def _refusal(implementation: str, x_MK: jax.Array, w_EKN: jax.Array) -> str | None:
+    """Why an implementation other than `xla` does not apply, or None. Imports where they are used: they cost 0.4 s, and JAX 0.11."""
+    if implementation == "tpu":
+        from pallas_kernels.grouped_matmul import tpu
+
+        return tpu.refusal(x_MK, w_EKN)
+    from pallas_kernels.grouped_matmul import hopper
+
+    return hopper.platform_refusal() or hopper.shape_refusal(x_MK, w_EKN)
+
+
+def _form(implementation: str | None, x_MK: jax.Array, w_EKN: jax.Array) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """The form to run: the one asked for, else the one that `choose` names, which is logged."""
+    if implementation is None:
+        implementation, reason = choose(x_MK, w_EKN)
+        _log_once(implementation, reason, implementation == "xla" and target().platform != "cpu")
+    if implementation == "xla":
+        return reference.grouped_matmul
+    if implementation not in ("hopper", "tpu"):
+        raise ValueError(f"grouped_matmul: implementation {implementation!r} is none of xla, hopper, tpu.")
+    refusal = _refusal(implementation, x_MK, w_EKN)
     if refusal:
-        raise ValueError(f"grouped_matmul: implementation 'hopper' does not apply: {refusal}.")
-    return hopper.grouped_matmul
+        raise ValueError(f"grouped_matmul: implementation {implementation!r} does not apply: {refusal}.")
+    if implementation == "tpu":
+        from pallas_kernels.grouped_matmul import tpu as kernels
+    else:
+        from pallas_kernels.grouped_matmul import hopper as kernels
+    return kernels.grouped_matmul
 
 
 @functools.cache
-def _log_once(platform: str) -> None:
-    level = logging.INFO if platform == "cpu" else logging.WARNING
-    reason = "" if platform == "cpu" else ": no kernel is chosen for this platform by itself"
-    logging.getLogger(__name__).log(level, "grouped_matmul runs in its XLA form on %s%s", platform, reason)
+def _log_once(implementation: str, reason: str, is_slow: bool) -> None:
+    level = logging.WARNING if is_slow else logging.INFO
+    logging.getLogger(__name__).log(level, "grouped_matmul runs in its %s form: %s", implementation, reason)
 
 
 def _vary_together(*arrays: jax.Array) -> list[jax.Array]:

@@ -3,7 +3,8 @@
 Both are one Mosaic GPU kernel. It computes the transposed tile, features x rows, so that the rows of a group lie on
 wgmma's N, which comes in steps of 8, and not on M, which comes in steps of 64: a group's ragged end costs less than
 `unit` rows. Two consumer warpgroups own 64 features each, a third one feeds them through a ring of TMA copies that
-runs on from tile to tile. The list of row tiles is made on the device from the group sizes (`row_tiles`).
+runs on from tile to tile. Which rows a tile has follows from the group sizes on the device: each warpgroup walks through
+them by itself, or, where there are many groups, reads a list that XLA makes (`row_tiles`).
 
 Shapes: M rows, E groups, C contracted width, F produced features (forward: C=K, F=N; gradient to rows: C=N, F=K).
 """
@@ -39,6 +40,7 @@ class RowsConfig:
 
     A group is cut into tiles of at most `max_rows`, as even as multiples of `unit` allow; each such multiple has its
     own code. `stages` is the depth of the ring that loads fill, `slots` the number of buffers (of `unit` rows) that stores use.
+    Up to `walked` groups, warpgroups walk through the sizes: the list costs 10 us before the kernel starts, a group some 50 ns.
     """
 
     max_rows: int = 256
@@ -46,7 +48,30 @@ class RowsConfig:
     block_c: int = 64
     stages: int = 4
     slots: int = 2
+    walked: int = 256
     num_sms: int = 132
+
+
+def tiles_of(start: jax.Array, size: jax.Array, config: RowsConfig) -> jax.Array:
+    """The row tiles of a group; a group's first tile begins at a multiple of `ALIGN` rows."""
+    units = lax.div(size + _head(start, size) + (config.unit - 1), jnp.int32(config.unit))
+    most_units = config.max_rows // config.unit
+    return lax.div(units + (most_units - 1), jnp.int32(most_units))
+
+
+def cut(start: jax.Array, size: jax.Array, index: jax.Array, config: RowsConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(first row, first stored row, end of the stored rows) of tile `index` of a group, the latter two counted from the first row."""
+    head = _head(start, size)
+    units, tiles = lax.div(size + head + (config.unit - 1), jnp.int32(config.unit)), jnp.maximum(tiles_of(start, size, config), 1)
+    small = lax.div(units, tiles)
+    larger = units - small * tiles
+    first = (index * small + jnp.minimum(index, larger)) * config.unit
+    end = jnp.minimum((small + (index < larger)) * config.unit, size + head - first)
+    return start - head + first, jnp.where(index == 0, head, 0), end
+
+
+def _head(start: jax.Array, size: jax.Array) -> jax.Array:
+    return jnp.where(size > 0, lax.rem(start, jnp.int32(ALIGN)), 0)
 
 
 def row_tiles(group_sizes_E: jax.Array, num_rows: int, config: RowsConfig) -> tuple[jax.Array, jax.Array]:
@@ -60,16 +85,14 @@ def row_tiles(group_sizes_E: jax.Array, num_rows: int, config: RowsConfig) -> tu
       (tiles [T, 4] int32 of (group, first row, first stored row, end of the stored rows), the latter two counted from
       the first row; count [1] int32 of the tiles in use). T is a static bound.
     """
-    num_groups, most_units = group_sizes_E.shape[0] + 1, config.max_rows // config.unit
+    num_groups = group_sizes_E.shape[0] + 1
     groups = jnp.arange(num_groups)
     before = groups[:, None] > groups[None, :]
     # Sums under comparisons instead of cumsum and searchsorted: XLA makes a few small fusions of the whole table.
     sizes = jnp.pad(group_sizes_E.astype(jnp.int32), (0, 1))
     starts = jnp.sum(jnp.where(before, sizes[None, :], 0), axis=1, dtype=jnp.int32)
     sizes = jnp.where(groups == num_groups - 1, num_rows - starts, sizes)
-    heads = jnp.where(sizes > 0, starts % ALIGN, 0)
-    num_units = (sizes + heads + config.unit - 1) // config.unit
-    num_tiles = (num_units + most_units - 1) // most_units
+    num_tiles = tiles_of(starts, sizes, config)
     ends = jnp.sum(jnp.where(before | (groups[:, None] == groups[None, :]), num_tiles[None, :], 0), axis=1, dtype=jnp.int32)
     slots = jnp.arange(num_rows // config.max_rows + num_groups + pl.cdiv(num_groups * ALIGN, config.max_rows) + 1, dtype=jnp.int32)
     past_TE = ends[None, :] <= slots[:, None]
@@ -79,37 +102,57 @@ def row_tiles(group_sizes_E: jax.Array, num_rows: int, config: RowsConfig) -> tu
         return jnp.sum(jnp.where(mask_TE, values_E, 0), axis=1, dtype=jnp.int32)
 
     group, index = total(past_TE, jnp.ones_like(sizes)), slots - total(past_TE, num_tiles)
-    size, head, start = total(here_TE, sizes), total(here_TE, heads), total(here_TE, starts)
-    units, tiles = total(here_TE, num_units), jnp.maximum(total(here_TE, num_tiles), 1)
-    small, larger = units // tiles, units % tiles
-    first = (index * small + jnp.minimum(index, larger)) * config.unit
-    end = jnp.minimum((small + (index < larger)) * config.unit, size + head - first)
-    return jnp.stack([group, start - head + first, jnp.where(index == 0, head, 0), end], axis=1), ends[-1:]
+    return jnp.stack([group, *cut(total(here_TE, starts), total(here_TE, sizes), index, config)], axis=1), ends[-1:]
 
 
-def _kernel(tiles_T4, count_1, x_MC, w_E, y_MF, x_smem, w_smem, y_smem, ragged_smem, full, empty, *, config, num_groups, transpose_w):
-    features, steps = y_MF.shape[1], pl.cdiv(x_MC.shape[1], config.block_c)
-    feature_tiles, stages, unit = pl.cdiv(features, TILE_F), jnp.int32(config.stages), config.unit
+def _kernel(sizes_E, tiles_T4, count_1, x_MC, w_E, y_MF, x_smem, w_smem, y_smem, ragged_smem, full, empty, *, config, transpose_w):
+    (num_rows, contracted), features, num_groups = x_MC.shape, y_MF.shape[1], sizes_E.shape[0]
+    steps, feature_tiles = pl.cdiv(contracted, config.block_c), pl.cdiv(features, TILE_F)
+    stages, unit = jnp.int32(config.stages), config.unit
     worker, wg = lax.axis_index("worker"), lax.axis_index("wg")
-    total = count_1[0] * feature_tiles
-    num_local = lax.div(total - worker + (config.num_sms - 1), jnp.int32(config.num_sms))
 
-    def lookup(local):
-        """(group, first row, first stored, end of stored, feature tile) of this block's tile `local`, or the last tile's."""
-        linear = jnp.minimum(local * config.num_sms + worker, jnp.maximum(total - 1, 0))
-        tile = lax.div(linear, jnp.int32(feature_tiles))
-        return *(tiles_T4[tile, i] for i in range(4)), lax.rem(linear, jnp.int32(feature_tiles))
+    def locate(local):
+        """(row tile, feature tile) of this block's tile `local`."""
+        linear = local * config.num_sms + worker
+        return lax.div(linear, jnp.int32(feature_tiles)), lax.rem(linear, jnp.int32(feature_tiles))
+
+    def listed(local, at):
+        """Tile `local` from the list: ((group, first row, first stored, end of stored, feature tile), is there one, where to go on)."""
+        tile, feature_tile = locate(local)
+        last = jnp.maximum(count_1[0] - 1, 0)
+        return (*(tiles_T4[jnp.minimum(tile, last), i] for i in range(4)), feature_tile), tile < count_1[0], at
+
+    def walked(local, at):
+        """The same, from group, its start, the tiles before it and its size: on to the group that holds the tile."""
+        tile, feature_tile = locate(local)
+
+        def is_before(at):
+            group, start, before, size = at
+            return (group < num_groups) & (before + tiles_of(start, size, config) <= tile)
+
+        def next_group(at):
+            group, start, before, size = at
+            following, end = group + 1, start + size
+            size_after = sizes_E[jnp.minimum(following, num_groups - 1)]
+            return following, end, before + tiles_of(start, size, config), jnp.where(following < num_groups, size_after, num_rows - end)
+
+        at = group, start, before, size = lax.while_loop(is_before, next_group, at)
+        exists = tile < before + tiles_of(start, size, config)
+        return (group, *cut(start, size, tile - before, config), feature_tile), exists, at
 
     def for_each_tile(body):
-        def step(local, carry):
-            entry, done = carry
-            following = lookup(local + 1)  # asked for now, needed after this tile
+        find, begin = (listed, ()) if tiles_T4 is not None else (walked, (jnp.int32(0), jnp.int32(0), jnp.int32(0), sizes_E[0]))
+
+        def step(carry):
+            local, done, entry, _, at = carry
+            following = find(local + 1, at)  # asked for now, needed after this tile
             group, first, stored, end, feature_tile = entry
             num_steps = jnp.where(group < num_groups, jnp.int32(steps), jnp.int32(0))
             body(group, pl.multiple_of(first, ALIGN), stored, end, feature_tile * TILE_F, num_steps, done)
-            return following, done + num_steps
+            return local + 1, done + num_steps, *following
 
-        return lax.fori_loop(jnp.int32(0), num_local, step, (lookup(jnp.int32(0)), jnp.int32(0)))[1]
+        carry = jnp.int32(0), jnp.int32(0), *find(jnp.int32(0), begin)
+        return lax.while_loop(lambda carry: carry[3], step, carry)[1]
 
     def for_tile_rows(end, body):
         """Runs the body with the tile's rows as a static number: `end` rounded up to whole units."""
@@ -246,9 +289,15 @@ def rows_matmul(
     num_rows = x_MC.shape[0]
     num_groups, features = w_E.shape[0], w_E.shape[1 if transpose_w else 2]
     dtype, w_tile = x_MC.dtype, (TILE_F, config.block_c) if transpose_w else (config.block_c, TILE_F)
-    tiles_T4, count_1 = row_tiles(group_sizes_E, num_rows, config)
+    sizes_E = group_sizes_E.astype(jnp.int32)
+    tables = row_tiles(sizes_E, num_rows, config) if num_groups > config.walked else ()
+
+    def body(*refs, **scratch):
+        sizes_ref, *tables_refs, x_ref, w_ref, y_ref = refs
+        _kernel(sizes_ref, *(tables_refs or (None, None)), x_ref, w_ref, y_ref, **scratch, config=config, transpose_w=transpose_w)
+
     kernel = plgpu.kernel(
-        functools.partial(_kernel, config=config, num_groups=num_groups, transpose_w=transpose_w),
+        body,
         out_type=jax.ShapeDtypeStruct((num_rows, features), dtype),
         scratch_types=dict(
             x_smem=tiled((config.stages, config.max_rows, config.block_c), dtype),
@@ -262,4 +311,4 @@ def rows_matmul(
         kernel_name="grouped_matmul_grad_rows" if transpose_w else "grouped_matmul_forward",
         interpret=interpret,
     )
-    return vary_like(kernel(tiles_T4, count_1, x_MC, w_E), x_MC)
+    return vary_like(kernel(sizes_E, *tables, x_MC, w_E), x_MC)

@@ -5,6 +5,8 @@ memory with the contracted rows outermost, which wgmma takes as transposed opera
 rearranged. A step contracts 64 rows, its first a multiple of 8. Rows of x that are another group's are overwritten with
 zeros in shared memory, by each warpgroup in the columns that only itself reads. Rows past the last group may hold
 anything, so a step that reaches them has the rows of dy zeroed too, which the warpgroups share.
+A finished tile takes one turn of the ring: in bf16 one warpgroup's results wait there for the store, the other's in a buffer
+of its own, and both stores drain during the next tile. FP32 results go through smaller buffers.
 
 Shapes: M rows, E groups, K and N the matrices' sides.
 """
@@ -23,7 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_matmul.hopper_blocks import ALIGN, CONSUMERS, WG_FEATURES, blocks, released_barrier, tiled, vary_like
 
 TILE_K = WG_FEATURES * CONSUMERS
+LOADS = 2  # copies that fill a stage
 SHARED_BYTES = 226 * 1024  # what a block may have, less barriers and scratch
+ACCUMULATING = dict(tile_n=128, stages=5, slots=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,27 +35,36 @@ class WeightsConfig:
     """Tiling of the weights kernel.
 
     A block makes 128 x `tile_n` outputs, `block_m` rows a step. `stages` is the depth of the ring that loads fill, `slots`
-    the number of buffers (of 128 bytes x 64) that stores use. `cluster` blocks, neighbours in K, share what they load of dy.
+    the number of buffers (of 64 x `width`) that FP32 stores use; results in bf16 wait in the ring, with `slots` 0. A
+    finished tile gives back what its results took before step `release` of the next. `cluster` blocks, neighbours in K,
+    share what they load of dy.
     """
 
     tile_n: int = 256
     block_m: int = 64
     stages: int = 4
-    slots: int = 2
+    slots: int = 0
+    width: int = 32
+    release: int = 2
     cluster: int = 1
     num_sms: int = 132
 
 
 def choose_config(k: int, n: int, out_dtype: jnp.dtype, accumulate: bool) -> WeightsConfig:
-    """What measured best: the widest tile among those that waste the fewest columns, and buffers for the memory left.
+    """What measured best: the widest tile among those that waste the fewest columns, and the ring as deep as memory allows, up to 5.
 
-    Old sums are loaded ahead of time into every store buffer, so accumulation gives one stage for more of them.
+    Accumulation wants buffers for a whole tile of old sums, which are loaded during the multiplication.
     """
     tile_n = min((256, 192, 128, 64), key=lambda tile: (pl.cdiv(n, tile) * tile, -tile))
+    if accumulate and n % ACCUMULATING["tile_n"] == 0:
+        return WeightsConfig(**ACCUMULATING, cluster=2 if pl.cdiv(k, TILE_K) % 2 == 0 else 1)
+    cluster = 2 if tile_n == 256 and pl.cdiv(k, TILE_K) % 2 == 0 else 1
+    stage = 64 * (TILE_K + tile_n) * 2
+    if jnp.dtype(out_dtype).itemsize == 2:
+        return WeightsConfig(tile_n=tile_n, stages=min(5, (SHARED_BYTES - 64 * tile_n * 2) // stage), cluster=cluster)
     stages = 3 if accumulate else 4
-    left = SHARED_BYTES - stages * 64 * (TILE_K + tile_n) * 2
-    slots = min(4, tile_n * jnp.dtype(out_dtype).itemsize // 128, left // (CONSUMERS * WG_FEATURES * 128))
-    return WeightsConfig(tile_n=tile_n, stages=stages, slots=slots, cluster=2 if tile_n == 256 and pl.cdiv(k, TILE_K) % 2 == 0 else 1)
+    slots = min(4, tile_n * 4 // 128, (SHARED_BYTES - stages * stage) // (CONSUMERS * WG_FEATURES * 128))
+    return WeightsConfig(tile_n=tile_n, stages=stages, slots=slots, cluster=cluster)
 
 
 def group_spans(group_sizes_E: jax.Array) -> jax.Array:
@@ -75,6 +88,7 @@ def _kernel(spans_E4, total_1, x_MK, dy_MN, dw_EKN, x_smem, dy_smem, dw_smem, fu
     peer = lax.axis_index("peer") if config.cluster > 1 else 0
     num_tiles = num_groups * k_tiles * n_tiles
     num_local = lax.div(num_tiles - worker + (num_workers - 1), jnp.int32(num_workers))
+    in_ring = int(not config.slots)  # turns of the ring that a tile's results take
 
     def lookup(local):
         """(group, first row, head, rows with head, first of K, first of N) of this block's tile `local`, or the last tile's."""
@@ -90,7 +104,7 @@ def _kernel(spans_E4, total_1, x_MK, dy_MN, dw_EKN, x_smem, dy_smem, dw_smem, fu
             num_steps = lax.div(entry[3] + (block_m - 1), jnp.int32(block_m))
             *span, at_k, at_n = entry
             body(*span, pl.multiple_of(at_k, TILE_K), pl.multiple_of(at_n, config.tile_n), num_steps, done)
-            return following, done + num_steps
+            return following, done + num_steps + in_ring
 
         return lax.fori_loop(jnp.int32(0), num_local, step, (lookup(jnp.int32(0)), jnp.int32(0)))[1]
 
@@ -98,21 +112,28 @@ def _kernel(spans_E4, total_1, x_MK, dy_MN, dw_EKN, x_smem, dy_smem, dw_smem, fu
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
+        def claim(turn):
+            @pl.when(turn >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[lax.rem(turn, stages)])
+
+            return lax.rem(turn, stages)
+
         def load_tile(group, first, head, rows, at_k, at_n, num_steps, done):
             del group, head, rows
 
             @pl.loop(jnp.int32(0), num_steps)
             def _step(step):
-                slot = lax.rem(done + step, stages)
-
-                @pl.when(done + step >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
-
+                slot = claim(done + step)
                 at_m = pl.ds(pl.multiple_of(first + step * block_m, ALIGN), block_m)
                 plgpu.copy_gmem_to_smem(x_MK.at[at_m, pl.ds(at_k, TILE_K)], x_smem.at[slot], full.at[slot])
                 dy_tile, shared = dy_MN.at[at_m, pl.ds(at_n, config.tile_n)], "peer" if config.cluster > 1 else None
                 plgpu.copy_gmem_to_smem(dy_tile, dy_smem.at[slot], full.at[slot], collective_axes=shared)
+
+            if in_ring:
+                slot = claim(done + num_steps)
+                for _ in range(LOADS):
+                    plgpu.barrier_arrive(full.at[slot])
 
         done = for_each_tile(load_tile)
 
@@ -132,9 +153,15 @@ def _kernel(spans_E4, total_1, x_MK, dy_MN, dw_EKN, x_smem, dy_smem, dw_smem, fu
         plgpu.set_max_registers(232, action="increase")
         wg_column = pl.multiple_of(wg * WG_FEATURES, WG_FEATURES)
 
+        def release_results(done):
+            """Gives back the stage of the last tile's results, which the stores have read."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if in_ring:
+                pl.when(done > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(done - 1, stages)]))
+
         def compute(group, first, head, rows, at_k, at_n, num_steps, done):
-            width, chunks = dw_smem.shape[-1], config.tile_n // dw_smem.shape[-1]
-            inside = at_k + wg_column < k
+            width = config.tile_n if in_ring else dw_smem.shape[-1]
+            chunks, inside = config.tile_n // width, at_k + wg_column < k
 
             def at_chunk(chunk):
                 return dw_EKN.at[group, pl.ds(at_k + wg_column, WG_FEATURES), pl.ds(at_n + chunk * width, width)]
@@ -143,17 +170,22 @@ def _kernel(spans_E4, total_1, x_MK, dy_MN, dw_EKN, x_smem, dy_smem, dw_smem, fu
                 slot = chunk % config.slots
                 plgpu.copy_gmem_to_smem(at_chunk(chunk), dw_smem.at[wg, slot], loaded.at[wg * config.slots + slot])
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if accumulate:
+            def load_first(chunk):
+                pl.when(inside & (rows > 0))(lambda: load_old(chunk))
 
-                @pl.when(inside & (rows > 0))
-                def _load_old():
-                    for chunk in range(min(config.slots, chunks)):
-                        load_old(chunk)
+            ahead = range(min(config.slots, chunks) if accumulate else 0)  # old values that are loaded during the multiplication
+
+            @pl.when(num_steps == 0)
+            def _():
+                release_results(done)
 
             def contract(acc):
                 @pl.loop(jnp.int32(0), num_steps)
                 def _step(step):
+                    pl.when(step == jnp.minimum(config.release, num_steps - 1))(lambda: release_results(done))
+                    for chunk in ahead:  # one a step: all at once would hold up the loads of the following steps
+                        at_step = jnp.minimum(config.release + chunk, num_steps - 1)
+                        pl.when(step == at_step)(functools.partial(load_first, chunk))
                     slot = lax.rem(done + step, stages)
                     begin, end = jnp.where(step == 0, head, 0), rows - step * block_m
                     plgpu.barrier_wait(full.at[slot])
@@ -193,26 +225,37 @@ def _kernel(spans_E4, total_1, x_MK, dy_MN, dw_EKN, x_smem, dy_smem, dw_smem, fu
 
             value = pl.run_scoped(contract, plgpu.ACC((WG_FEATURES, config.tile_n), jnp.float32)).astype(dw_EKN.dtype)
 
-            def store():
+            def store_chunks():
                 for chunk in range(chunks):
                     buffer = dw_smem.at[wg, chunk % config.slots]
                     part = value[:, chunk * width : (chunk + 1) * width]
                     if accumulate:
                         plgpu.barrier_wait(loaded.at[wg * config.slots + chunk % config.slots])
                         part += buffer[...]
-                    else:
+                    elif chunk >= config.slots:
                         plgpu.wait_smem_to_gmem(config.slots - 1, wait_read_only=True)
                     buffer[...] = part
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(buffer, at_chunk(chunk))
                     following = chunk - 1 + config.slots
-                    if accumulate and chunk > 0 and following < chunks:
+                    if accumulate and chunk > 0 and config.slots <= following < chunks:
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         load_old(following)
 
-            pl.when(inside & (rows > 0) if accumulate else inside)(store)
+            def store_tile(buffer):
+                buffer[...] = value
+                plgpu.commit_smem()
+                pl.when(inside)(lambda: plgpu.copy_smem_to_gmem(buffer, at_chunk(0)))
 
-        for_each_tile(compute)
+            if in_ring:
+                slot = lax.rem(done + num_steps, stages)
+                plgpu.barrier_wait(full.at[slot])
+                pl.when(wg == 0)(lambda: store_tile(dy_smem.at[slot]))
+                pl.when(wg == 1)(lambda: store_tile(dw_smem))
+            else:
+                pl.when(inside & (rows > 0) if accumulate else inside)(store_chunks)
+
+        release_results(for_each_tile(compute))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -243,18 +286,18 @@ def weights_gradient(
     out_dtype = jnp.dtype(jnp.float32 if accumulate else out_dtype or dtype)
     config = config or choose_config(k, n, out_dtype, accumulate)
     out_type = jax.ShapeDtypeStruct((group_sizes_E.shape[0], k, n), out_dtype)
-    width = 128 // out_dtype.itemsize
+    kept = (CONSUMERS, config.slots, WG_FEATURES, config.width) if config.slots else (WG_FEATURES, config.tile_n)
     kernel = plgpu.kernel(
         functools.partial(_kernel, config=config, accumulate=accumulate),
         out_type=() if accumulate else out_type,
         scratch_types=dict(
             x_smem=tiled((config.stages, config.block_m, TILE_K), dtype),
             dy_smem=tiled((config.stages, config.block_m, config.tile_n), dtype),
-            dw_smem=tiled((CONSUMERS, config.slots, WG_FEATURES, width), out_dtype),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+            dw_smem=tiled(kept, out_dtype),
+            full=plgpu.Barrier(num_arrivals=LOADS, num_barriers=config.stages),
             empty=released_barrier(config.stages, config.cluster),
             zeroed=plgpu.Barrier(num_arrivals=CONSUMERS),
-            loaded=plgpu.Barrier(num_barriers=CONSUMERS * config.slots),
+            loaded=plgpu.Barrier(num_barriers=CONSUMERS * max(config.slots, 1)),
         ),
         **blocks(config.num_sms, config.cluster),
         kernel_name="grouped_matmul_grad_weights",

@@ -73,6 +73,37 @@ def _permute_backward(k: int, order_M: jax.Array, d_rows_ML: jax.Array) -> tuple
 permute.defvjp(_permute_forward, _permute_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def sum_choices(rows_ML: jax.Array, order_M: jax.Array, k: int) -> jax.Array:
+    """Brings sorted rows back to their tokens and adds up each token's k: `combine` with every weight 1, and `permute`'s transpose.
+
+    Args:
+        rows_ML: one row for each slot, in the order of `order_M`.
+        order_M: int32 permutation of the S k slots, from `sort_by_expert`.
+        k: choices of a token.
+
+    Returns:
+        y_SL, float32 (float64 for float64), as is the accumulation; the gradient comes in the rows' dtype.
+
+    Raises:
+        ValueError: rows and order do not hold the same number of slots, or not S k of them.
+    """
+    _check_slots("sum_choices", order_M, rows_ML.shape[0] // k, k)
+    return _sum_rows(rows_ML, _inverse(order_M).reshape(-1, k))
+
+
+def _sum_choices_forward(rows_ML: jax.Array, order_M: jax.Array, k: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return sum_choices(rows_ML, order_M, k), (order_M, jnp.zeros((0,), rows_ML.dtype))
+
+
+def _sum_choices_backward(k: int, saved: tuple[jax.Array, jax.Array], dy_SL: jax.Array) -> tuple[jax.Array, None]:
+    order_M, like_rows = saved
+    return dy_SL.astype(like_rows.dtype)[order_M // k], None
+
+
+sum_choices.defvjp(_sum_choices_forward, _sum_choices_backward)
+
+
 @jax.custom_vjp
 def combine(rows_ML: jax.Array, weights_Sk: jax.Array, order_M: jax.Array) -> jax.Array:
     """Brings sorted rows back to their tokens and adds them up, weighted: `y_SL[s] = sum_j weights_Sk[s, j] rows of slot s k + j`.

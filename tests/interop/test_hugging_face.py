@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -68,6 +69,10 @@ def test_reads_float32_arrays_with_our_axes(canonical):
     assert canonical["layers"]["0"]["mixer"]["a_log"].shape == (4,)
     q_up = tensors["language_model.model.layers.3.self_attn.q_b_proj.weight"]  # rows: per head, then channel
     np.testing.assert_array_equal(mixer["q_up"][:, 2, 5], q_up[2 * 24 + 5])
+    kv_up = tensors["language_model.model.layers.3.self_attn.kv_b_proj.weight"]  # rows: per head keys, then values
+    assert mixer["k_up"].shape == mixer["v_up"].shape == (16, 4, 16)
+    np.testing.assert_array_equal(mixer["k_up"][:, 2, 5], kv_up[2 * 32 + 5])
+    np.testing.assert_array_equal(mixer["v_up"][:, 2, 5], kv_up[2 * 32 + 16 + 5])
     o_proj = tensors["language_model.model.layers.3.self_attn.o_proj.weight"]
     np.testing.assert_array_equal(mixer["out_proj"][1, 7], o_proj[:, 16 + 7])
     np.testing.assert_array_equal(ffn["w_down"][7], tensors[EXPERT].T)
@@ -148,6 +153,35 @@ def test_unexpected_tensor_without_prefix_beside_prefixed_ones(canonical, tmp_pa
     message = refusal(changed_copy(tmp_path, lambda tensors: tensors.update(extras)))
     assert "model.adapter.weight (model.safetensors): unexpected" in message
     assert "vision_tower" not in message and "mm_projector" not in message
+
+
+def test_tensor_of_two_leaves_is_named_once(tmp_path):
+    name = "language_model.model.layers.3.self_attn.kv_b_proj.weight"
+    message = refusal(changed_copy(tmp_path, lambda tensors: tensors.pop(name)))
+    assert message.count(name) == 1 and f"{name} (expected shape [128, 16]): missing" in message
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"mixer_pattern": ("mla_rope",), "last_mixer": None}, "model.mixer_pattern has mla_rope: only kda, gated_mla can be stored"),
+        ({"depth": "residual"}, "model.depth has residual: only block_attention_residuals"),
+        ({"width": "moe"}, "model.width has moe: only latent_moe"),
+        ({"activation": "swiglu"}, "model.activation has swiglu: only situ_glu"),
+        ({"moe": dataclasses.replace(CONFIG.moe, routed_scaling=2.5)}, "model.moe.routed_scaling has 2.5: only 1.0"),
+    ],
+)
+def test_other_models_have_no_released_names(tmp_path, fields, message):
+    config = dataclasses.replace(CONFIG, **fields)
+    for use in (
+        lambda: hugging_face.write_checkpoint(tmp_path / "new", config, {}),
+        lambda: hugging_face.read_checkpoint(GOLDEN, config),
+        lambda: hugging_face.write_config(tmp_path / "config.json", config, "float32"),
+    ):
+        with pytest.raises(UserError, match="no place for this model") as caught:
+            use()
+        assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_integer_tensor_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k3train.config import KDAConfig, LatentMoEConfig, MLAConfig, ModelConfig
+from k3train.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3train.errors import UserError
 from k3train.interop.hugging_face_config import read_config, write_config
 from tests.golden import FOLDER
@@ -38,7 +38,7 @@ def test_golden_config():
         vocab_size=256, d_model=64, num_layers=9, dense_dim=96, attn_res_block_size=4,
         kda=KDAConfig(num_heads=4, head_dim=16),
         mla=MLAConfig(num_heads=4, q_lora_rank=24, kv_lora_rank=16, nope_head_dim=16, rope_head_dim=8, v_head_dim=16),
-        moe=LatentMoEConfig(num_experts=16, experts_per_token=4, latent_dim=32, expert_dim=24),
+        moe=MoEConfig(num_experts=16, experts_per_token=4, latent_dim=32, expert_dim=24),
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_fields_under_text_config(tmp_path):
         ModelConfig(num_layers=8, last_mixer=None, mixer_pattern=("kda", "gated_mla")),
         ModelConfig(num_layers=7, mixer_pattern=("gated_mla",), last_mixer=None),
         ModelConfig(num_layers=7, mixer_pattern=("kda", "gated_mla", "gated_mla", "kda", "kda", "kda", "gated_mla"), last_mixer=None),
-        ModelConfig(num_dense_layers=3, moe=LatentMoEConfig(num_shared_experts=0), kda=KDAConfig(gate_lower_bound=-2.5), situ_beta=3.0),
+        ModelConfig(num_dense_layers=3, moe=MoEConfig(num_shared_experts=0), kda=KDAConfig(gate_lower_bound=-2.5), situ_beta=3.0),
     ],
 )
 def test_written_config_reads_back(tmp_path, model):

@@ -40,6 +40,8 @@ def test_help_shows_every_command_and_starts_fast():
         "resume     go on with a run",
         "summary    count parameters",
         "score      write a model's logits",
+        "generate   go on with a text",
+        "evaluate   score a checkpoint",
     ):
         assert line in done.stdout
     assert seconds < 5  # about 0.1 on an idle machine; JAX alone takes a second and this test shares its cores

@@ -139,6 +139,18 @@ def test_missing_and_misshapen_tensors(tmp_path, tokens, capsys):
     assert f"{norm} (model.safetensors): has shape [63], expected [64]" in message
 
 
+def test_weights_that_are_not_finite(tmp_path, tokens, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(GOLDEN / "config.json", model)
+    tensors = load_file(GOLDEN / "model.safetensors")
+    tensors["language_model.model.layers.3.self_attn.kv_b_proj.weight"][0, 0] = np.nan
+    save_file(tensors, model / "model.safetensors")
+    message = refusal(capsys, model, tokens, tmp_path / "logits.npy")
+    assert f"{model}: the model's weights are not finite: 1 of 1024 entries of layers.3.mixer.k_up" in message
+    assert not (tmp_path / "logits.npy").exists()
+
+
 def test_train_resume_and_score(tiny_experiment, tmp_path, capsys):
     assert cli.main(["train", str(tiny_experiment), "--seed", "7"]) == 0
     folder = tiny_experiment.parent / "runs" / "tiny"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from k3train.models import attention
-from k3train.models.attention import causal_attention
+from k3train.models.attention import causal_attention, latent_attention
 from tests.quick import QUICK_COMPILE
 
 jit = partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -65,3 +65,28 @@ def test_bfloat16_keeps_a_float32_output():
     q, k, v, _, _ = inputs(9)
     o, max_logit = jax.eval_shape(lambda *a: causal_attention(*a, scale=0.3), *(x.astype(jnp.bfloat16) for x in (q, k, v)))
     assert o.dtype == max_logit.dtype == jnp.float32
+
+
+@pytest.mark.numerics
+def test_kept_latents_give_what_expanded_keys_and_values_do():
+    """A row's queries after different numbers of kept tokens; the kept ones beyond are not seen."""
+    rng = np.random.default_rng(4)
+    latent, shared, k_up, v_up, q = (
+        rng.normal(size=s).astype(np.float32) for s in ((2, 9, 5), (2, 9, 3), (5, 2, 4), (5, 2, 6), (2, 2, 2, 7))
+    )
+    seen = np.arange(9) <= np.array([[3, 4], [7, 8]])[:, :, None]
+    k = np.concatenate([np.einsum("bsc,chn->bshn", latent, k_up), np.repeat(shared[:, :, None], 2, axis=2)], axis=-1)
+    logits = np.where(seen[:, None], 0.3 * np.einsum("bthk,bshk->bhts", q, k), -np.inf)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = np.einsum("bhts,bshv->bthv", p / p.sum(-1, keepdims=True), np.einsum("bsc,chv->bshv", latent, v_up))
+    o = jit(lambda *a: latent_attention(*a, scale=0.3, seen_BTS=seen))(q, latent, shared, k_up, v_up)
+    np.testing.assert_allclose(o, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kept_latents_in_bfloat16_one_query_a_row(batch):
+    shapes = (batch, 1, 2, 7), (batch, 9, 5), (batch, 9, 3), (5, 2, 4), (5, 2, 6)
+    arrays = (jnp.ones(shape, jnp.bfloat16) for shape in shapes)
+    o = jit(lambda *a: latent_attention(*a, scale=0.3, seen_BTS=jnp.ones((batch, 1, 9), bool)))(*arrays)
+    assert o.dtype == jnp.float32
+    np.testing.assert_allclose(o, 5.0)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from k3train.config import DtypePolicy, ModelConfig
 from k3train.interop import hugging_face
-from k3train.interop.hugging_face_names import PREFIX, stored
+from k3train.interop.hugging_face_names import PREFIX, gathered, tensors
 from k3train.models import stacks
 from k3train.models.decoder import DecoderOutput
 from k3train.models.layout import LocalLayout
@@ -97,14 +97,8 @@ def rows(tokens_BT: np.ndarray, segments_BT: np.ndarray, labels_BT: np.ndarray) 
 
 
 def by_released_name(gradients: Any, config: ModelConfig) -> dict[str, np.ndarray]:
-    named = {}
-    for path, leaf in jax.tree.leaves_with_path(stacks.unstack(gradients, config)):
-        rule = stored(tuple(str(key.key) for key in path), config)
-        if "{expert}" in rule.name:
-            named |= {PREFIX + rule.name.format(expert=expert): rule.to_stored(np.asarray(leaf[expert])) for expert in range(leaf.shape[0])}
-        else:
-            named[PREFIX + rule.name] = rule.to_stored(np.asarray(leaf))
-    return named
+    canonical = stacks.unstack(gradients, config)
+    return {PREFIX + name: tensor for rule, leaves in gathered(canonical, config) for name, tensor in tensors(rule, leaves)}
 
 
 def check_gradients(runs: Runs, prefix: str, gradients: dict[str, np.ndarray]) -> None:

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from k3train.config import DtypePolicy, KDAConfig, LatentMoEConfig, MLAConfig, ModelConfig
+from k3train.config import DtypePolicy, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3train.models import attention_residuals, stacks
 from k3train.models.decoder import Decoder
 from k3train.models.feed_forward import situ_glu
 from k3train.models.kda import KimiDeltaAttention
-from k3train.models.latent_moe import LatentMoE, route
+from k3train.models.latent_moe import LatentMoE
 from k3train.models.layout import LocalLayout
 from k3train.models.mla import GatedMLA
 from k3train.models.norms import gated_rms_norm
 from k3train.models.parameters import graph_and_params
+from k3train.models.router import route, router_scores
 from k3train.models.short_conv import short_conv
 from tests.golden import EXACT, check, load
 from tests.quick import QUICK_COMPILE
@@ -50,7 +51,7 @@ def config(dtype: str, **fields) -> ModelConfig:
         attn_res_block_size=4,
         kda=KDAConfig(num_heads=3, head_dim=16),
         mla=MLAConfig(num_heads=3, q_lora_rank=20, kv_lora_rank=12, nope_head_dim=16, rope_head_dim=8, v_head_dim=12),
-        moe=LatentMoEConfig(num_experts=32, experts_per_token=4, latent_dim=24, expert_dim=16),
+        moe=MoEConfig(num_experts=32, experts_per_token=4, latent_dim=24, expert_dim=16),
         dtypes=DtypePolicy(parameters=dtype, compute=dtype),
     )
     return ModelConfig(**{**base, **fields})
@@ -132,7 +133,8 @@ def mla_params(get) -> dict[str, jax.Array]:
         "q_up": heads_in(get("q_b_proj.weight"), 3),
         "kv_down": get("kv_a_proj_with_mqa.weight").T,
         "kv_norm": get("kv_a_layernorm.weight"),
-        "kv_up": heads_in(get("kv_b_proj.weight"), 3),
+        "k_up": heads_in(get("kv_b_proj.weight"), 3)[..., :16],
+        "v_up": heads_in(get("kv_b_proj.weight"), 3)[..., 16:],
         "gate_proj": heads_in(get("g_proj.weight"), 3),
         "out_proj": heads_out(get("o_proj.weight"), 3),
     }
@@ -152,13 +154,16 @@ def moe_params(get) -> dict[str, jax.Array]:
     }
 
 
-def run_module(module: nnx.Module, params, x, segment_ids, dy):
+def run_module(module: nnx.Module, params, x, segment_ids, dy, **keywords):
     """Output, report, and gradients of sum(y * dy) with respect to the parameters and x."""
     graphdef, _ = graph_and_params(module)
 
+    def forward(segment_ids, params, x):
+        return nnx.merge(graphdef, params)(x, segment_ids, LocalLayout(), **keywords)
+
     @jit
     def run(params, x, segment_ids, dy):
-        y, pull, report = jax.vjp(lambda params, x: nnx.merge(graphdef, params)(x, segment_ids, LocalLayout()), params, x, has_aux=True)
+        y, pull, report = jax.vjp(partial(forward, segment_ids), params, x, has_aux=True)
         return y, report, *pull(dy)
 
     return run(params, x, segment_ids, dy)
@@ -189,15 +194,28 @@ def test_mixer(name, module, params_from, float32_limit, packed, dtype):
 def test_latent_moe(dtype):
     a, limit = arrays("latent_moe", dtype), limits(dtype, 1e-5)
     segment_ids = jnp.zeros(a["x"].shape[:2], jnp.int32)
-    params = moe_params(lambda key: a[f"p:{key}"])
-    y, report, d_params, d_x = run_module(LatentMoE(config(dtype)), params, a["x"], segment_ids, a["dy"])
+    params, cfg = moe_params(lambda key: a[f"p:{key}"]), config(dtype)
+    y, report, d_params, d_x = run_module(LatentMoE(cfg), params, a["x"], segment_ids, a["dy"], collect=True)
     check(y, a["y"], limit, "y")
     check(d_x, a["d_x"], limit, "d_x")
     check_trees(d_params, moe_params(lambda key: a[f"d:{key}"]), limit)
-    np.testing.assert_array_equal(report["expert_load"], a["load"])
-    ids, weights = route(a["scores"][None], params["router_bias"], 4)
-    np.testing.assert_array_equal(ids[0], a["topk_ids"])
-    check(weights[0], a["topk_weights"], limit, "weights")
+    np.testing.assert_array_equal(np.sum(report["expert_load"], axis=0), a["load"])
+    share = np.asarray(a["scores"]) / np.sum(a["scores"], axis=-1, keepdims=True)
+    check(np.sum(report["router_entropy"]), -np.sum(share * np.log(share)), limit, "entropy")
+
+    bias = np.asarray(params["router_bias"])
+    low, width = bias.min() - 1, (np.ptp(bias) + 2) / 1000
+    required = np.asarray(a["cutoff"])[:, None] - np.asarray(a["scores"])
+    histogram = np.asarray(report["histogram"])[0]
+    assert histogram.shape == (32, 1000) and np.all(histogram.sum(axis=1) == 48)
+    for expert in range(32):  # bin edges carry rounding: two neighbours may share a count
+        counted = low + width * (np.repeat(np.arange(1000), histogram[expert]) + 0.5)
+        np.testing.assert_allclose(counted, np.sort(required[:, expert]), atol=0.51 * width)
+
+    routing = jit(lambda x: route(router_scores(x, params["router"]), params["router_bias"], cfg.moe, LocalLayout()))(a["x"])
+    np.testing.assert_array_equal(routing.expert_ids_BTk.reshape(48, 4), a["topk_ids"])
+    check(routing.weights_BTk.reshape(48, 4), a["topk_weights"], limit, "weights")
+    check(routing.cutoff_BT.reshape(48), a["cutoff"], limit, "cutoff")
 
 
 def test_attention_residual_mix(dtype):
@@ -218,12 +236,11 @@ def test_attention_residual_mix(dtype):
 class Linear(nnx.Module):
     """Stands in for a mixer or a feed-forward block: x @ W^T."""
 
-    def __init__(self, weight: nnx.Param, reports: bool):
-        self.weight, self.reports = weight, reports
+    def __init__(self, weight: nnx.Param):
+        self.weight = weight
 
-    def __call__(self, x, *_):
-        y = x @ self.weight[...].T
-        return (y, {}) if self.reports else y
+    def __call__(self, x, *_, collect):
+        return x @ self.weight[...].T, {}
 
 
 class Identity(nnx.Module):
@@ -247,7 +264,7 @@ def test_attention_residual_trace(dtype, monkeypatch):
         decoder.norm = decoder.head = Identity()
         for group, (layer,) in zip(stacks.groups(cfg), decoder.groups, strict=True):
             here = {name: nnx.Param(p[name][group.first : group.first + group.repeats]) for name in names}
-            layer.mixer, layer.ffn = Linear(here["W_attn"], True), Linear(here["W_ffn"], False)
+            layer.mixer, layer.ffn = Linear(here["W_attn"]), Linear(here["W_ffn"])
             layer.mixer_norm.scale, layer.ffn_norm.scale = here["ln_attn"], here["ln_ffn"]
             layer.mixer_res.key_norm, layer.mixer_res.query = here["attn_res_gamma"], here["attn_res_w"]
             layer.ffn_res.key_norm, layer.ffn_res.query = here["mlp_res_gamma"], here["mlp_res_w"]

@@ -14,10 +14,10 @@ from k3train.config import (
     EvaluationConfig,
     Experiment,
     KDAConfig,
-    LatentMoEConfig,
     LoggingConfig,
     MLAConfig,
     ModelConfig,
+    MoEConfig,
     ScheduleConfig,
 )
 
@@ -59,7 +59,7 @@ def tiny_model() -> ModelConfig:
         attn_res_block_size=1,
         kda=KDAConfig(num_heads=2, head_dim=16),
         mla=MLAConfig(num_heads=2, q_lora_rank=16, kv_lora_rank=16, nope_head_dim=16, rope_head_dim=8, v_head_dim=16),
-        moe=LatentMoEConfig(num_experts=8, experts_per_token=2, latent_dim=16, expert_dim=16, num_shared_experts=1),
+        moe=MoEConfig(num_experts=8, experts_per_token=2, latent_dim=16, expert_dim=16, num_shared_experts=1),
         dtypes=DtypePolicy(compute="float32"),
         remat="none",
     )

@@ -1,54 +1,22 @@
-"""Checkpoints of a real (tiny) model's state, with random numbers for arrays."""
+"""Checkpoints: what is saved comes back, what is due and kept, and what is said of damaged and missing steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import time
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
-from k3train import config_io
-from k3train.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from k3train.config import CheckpointConfig, ModelConfig
 from k3train.errors import UserError
-from k3train.models import parameters
-from k3train.optim import build_optimizer
-from k3train.train import state as train_state
-from k3train.train.checkpoints import Checkpoints, Record, canonical
-from k3train.train.state import TrainState
-
-SAVES = CheckpointConfig(every_steps=1, keep=2)
-DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def target(model: ModelConfig) -> TrainState:
-    _, params, axes = parameters.abstract(model)
-    abstract = train_state.abstract(params, build_optimizer(OptimizerConfig(), ScheduleConfig(), axes))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=DEVICE), abstract)
-
-
-def example_state(step: int, model: ModelConfig) -> TrainState:
-    random = np.random.default_rng(step)
-    state = jax.tree.map(lambda leaf: jax.device_put(random.integers(0, 9, leaf.shape).astype(leaf.dtype), DEVICE), target(model))
-    return state._replace(step=jax.device_put(np.int32(step), DEVICE))
-
-
-def record(step: int, model: ModelConfig | None = None) -> Record:
-    experiment = {"name": "run", "list": [1, 2]} | ({"model": config_io.to_dict(model)} if model else {})
-    return Record(step=step, seconds=1.5, tokens=7, data_fingerprint="abc", experiment=experiment, versions={})
-
-
-def save(folder: Path, steps: tuple[int, ...], model: ModelConfig) -> None:
-    with Checkpoints(folder, model, SAVES) as checkpoints:
-        for step in steps:
-            checkpoints.save(example_state(step, model), record(step, model))
-
-
-def assert_equal(a, b) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+from k3train.train import checkpoints as module
+from k3train.train import manifest
+from k3train.train.checkpoints import Checkpoints, canonical
+from tests.train.saves import SAVES, assert_equal, example_state, listing, record, save, target
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +33,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory, model: ModelConfig) -> Path:
     return folder
 
 
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
 def test_a_state_comes_back_bit_for_bit(saved: Path, model: ModelConfig):
     with Checkpoints(saved, model) as checkpoints:
         assert checkpoints.steps() == [5, 9]
@@ -72,6 +45,7 @@ def test_a_state_comes_back_bit_for_bit(saved: Path, model: ModelConfig):
         assert_equal(checkpoints.restore(target(model)), example_state(9, model))
         assert_equal(checkpoints.restore(target(model), 5), example_state(5, model))
         assert_equal(checkpoints.restore_params(target(model).params, 5), example_state(5, model).params)
+    assert sorted(path.name for path in saved.iterdir()) == ["5", "9"]
 
 
 def test_the_layout_does_not_depend_on_how_layers_are_stacked(saved: Path, model: ModelConfig):
@@ -94,6 +68,44 @@ def test_arrays_may_be_reused_as_soon_as_save_returns(tmp_path: Path, model: Mod
         assert_equal(checkpoints.restore(target(model)), example_state(3, model))
 
 
+def test_checksums_do_not_hold_up_the_training(tmp_path: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch):
+    write = manifest.write
+
+    def slowly(folder: Path) -> None:
+        time.sleep(2.0)
+        write(folder)
+
+    monkeypatch.setattr(manifest, "write", slowly)
+    state = example_state(3, model)
+    with Checkpoints(tmp_path / "c", model, CheckpointConfig(every_steps=10)) as checkpoints:
+        checkpoints.save(state, record(3))
+        assert not checkpoints.due(4) and checkpoints.steps() == []  # it does not wait
+        checkpoints.wait()
+        assert checkpoints.steps() == [3]
+
+
+@pytest.mark.parametrize("minutes, due", [(None, [4, 8]), (1.0, [1, 3, 4, 6, 8])])
+def test_when_a_save_is_due(minutes: float | None, due: list[int], tmp_path: Path, model: ModelConfig):
+    """Forty seconds a step, but the first a hundred and the fifth twenty; a save that is due is made."""
+    now, found, state = 0.0, [], example_state(1, model)
+    config = CheckpointConfig(every_steps=4, every_minutes=minutes)
+    with Checkpoints(tmp_path / "c", model, config, clock=lambda: now) as checkpoints:
+        for step in range(1, 9):
+            now += 100.0 if step == 1 else 20.0 if step == 5 else 40.0
+            if checkpoints.due(step):
+                found.append(step)
+                checkpoints.save(state, record(step))
+    assert found == due
+
+
+def test_multiples_are_kept_for_good(tmp_path: Path, model: ModelConfig):
+    state = example_state(1, model)
+    with Checkpoints(tmp_path / "c", model, CheckpointConfig(keep=1, keep_every_steps=2)) as checkpoints:
+        for step in (1, 2, 3, 5):
+            checkpoints.save(state, record(step))
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["2", "5"]
+
+
 def test_nothing_saved(tmp_path: Path, model: ModelConfig):
     with pytest.raises(UserError, match="no checkpoint here"):
         Checkpoints(tmp_path / "absent", model)
@@ -104,7 +116,7 @@ def test_nothing_saved(tmp_path: Path, model: ModelConfig):
 
 
 def test_a_step_that_is_not_there(saved: Path, model: ModelConfig):
-    with Checkpoints(saved, model) as checkpoints, pytest.raises(UserError, match="step 3 is not saved here; there are 5, 9"):
+    with Checkpoints(saved, model) as checkpoints, pytest.raises(UserError, match="step 3 is not saved here. There are 5, 9"):
         checkpoints.restore(target(model), 3)
 
 
@@ -114,21 +126,139 @@ def test_another_model(saved: Path, model: ModelConfig):
             checkpoints.restore(target(other))
 
 
-@pytest.mark.parametrize("damage", ["record", "params", "cut off"])
-def test_a_damaged_step_is_named_with_the_way_out(damage: str, saved: Path, tmp_path: Path, model: ModelConfig):
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(saved, folder)
-    if damage == "record":
-        for path in (folder / "9" / "record").iterdir():
-            path.write_text("{not json")
-    elif damage == "params":
-        shutil.rmtree(folder / "9" / "params")
-    else:
-        for path in (folder / "9" / "params").rglob("d/*"):
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    before = sorted(path.name for path in folder.rglob("*"))
-    with Checkpoints(folder, model) as checkpoints, pytest.raises(UserError) as error:
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage, kind", [(cut, "truncated"), (flip, "changed"), (Path.unlink, "missing")])
+def test_damage_to_any_file_is_found_before_it_is_read(damage, kind: str, copied: Path, model: ModelConfig):
+    """Each file in turn; the message names it, what is wrong and the newest good step, and nothing is touched."""
+    files = [path for path in sorted((copied / "9").rglob("*")) if path.is_file()]
+    assert len(files) > 10
+    for path in files:
+        content, name = path.read_bytes(), path.relative_to(copied / "9").as_posix()
+        damage(path)
+        before = listing(copied)
+        with Checkpoints(copied, model, notify=lambda _: None) as checkpoints:
+            if path.name == manifest.FILE and kind == "missing":
+                assert checkpoints.record().step == 5
+            else:
+                with pytest.raises(UserError) as error:
+                    checkpoints.check()
+                said = "changed" if path.name == manifest.FILE else kind
+                assert f"{copied / '9'}: step 9 is damaged:" in str(error.value) and f"\n  {name}: {said}" in str(error.value)
+                assert f"The newest good step is 5. To go on from there: k3train resume {copied.parent} --step 5" in str(error.value)
+        assert listing(copied) == before
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "item, read", [("record", "record"), ("params", "restore"), ("optimizer", "restore"), ("params", "restore_params")]
+)
+def test_orbax_never_reads_a_damaged_item(item: str, read: str, copied: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch):
+    flip(max((path for path in (copied / "9" / item).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size))
+    with Checkpoints(copied, model) as checkpoints:
+        monkeypatch.setattr(checkpoints._reader, "restore", lambda *_, **__: pytest.fail("was read"))
+        arguments = {"record": (), "restore": (target(model),), "restore_params": (target(model).params,)}[read]
+        with pytest.raises(UserError, match=f"{item}/.*: changed"):
+            getattr(checkpoints, read)(*arguments)
+
+
+def test_damage_to_another_item_does_not_matter(copied: Path, model: ModelConfig):
+    shutil.rmtree(copied / "9" / "optimizer")
+    with Checkpoints(copied, model) as checkpoints:
+        assert_equal(checkpoints.restore_params(target(model).params), example_state(9, model).params)
+
+
+def test_the_way_out_is_a_good_step_or_none(copied: Path, model: ModelConfig):
+    for step in (5, 9):
+        cut(copied / str(step) / "params" / "_METADATA")
+    (copied / "9" / "params" / "stray").write_text("")
+    with Checkpoints(copied, model) as checkpoints, pytest.raises(UserError) as error:
+        checkpoints.check()
+    assert "No good step is saved here" in str(error.value) and "params/stray: foreign" in str(error.value)
+
+
+def test_a_step_without_a_manifest_is_passed_over_and_makes_way(copied: Path, model: ModelConfig):
+    """As a copy that broke off, or a crash between Orbax's last word and ours, leaves it."""
+    (copied / "9" / manifest.FILE).unlink()
+    (copied / "11.saving.orbax-checkpoint-tmp").mkdir()
+    said: list[str] = []
+    with Checkpoints(copied, model, notify=said.append) as checkpoints:
+        assert checkpoints.record().step == 5
+        assert len(said) == 1 and "Step 9" in said[0] and "passed over" in said[0]
+        with pytest.raises(UserError, match="step 9 is not whole: it has no manifest.json. There are 5"):
+            checkpoints.record(9)
+    assert {path.name for path in copied.iterdir()} == {"5", "9", "11.saving.orbax-checkpoint-tmp"}
+    with Checkpoints(copied, model, SAVES, notify=said.append) as checkpoints:
+        assert_equal(checkpoints.restore(target(model)), example_state(5, model))
+        assert {path.name for path in copied.iterdir()} == {"5", "9.no-manifest", "11.unfinished"}
+        checkpoints.save(example_state(9, model), record(9, model))
+        checkpoints.wait()
+        assert checkpoints.steps() == [5, 9]
+    assert len(said) == 4
+    assert (copied / "9.no-manifest" / "params").is_dir()
+
+
+def test_only_steps_without_a_manifest(copied: Path, model: ModelConfig):
+    for step in (5, 9):
+        (copied / str(step) / manifest.FILE).unlink()
+    with Checkpoints(copied, model) as checkpoints, pytest.raises(UserError, match="no whole checkpoint here: step 9 has no manifest"):
         checkpoints.record()
-        checkpoints.restore(target(model))
-    assert str(folder / "9") in str(error.value) and "other step is 5" in str(error.value)
-    assert sorted(path.name for path in folder.rglob("*")) == before
+
+
+def test_going_on_from_an_earlier_step_leaves_the_later_ones(copied: Path, model: ModelConfig):
+    said: list[str] = []
+    with Checkpoints(copied, model, SAVES, notify=said.append) as checkpoints:
+        checkpoints.restore(target(model), 5)
+        assert checkpoints.steps() == [5] and (copied / "9.superseded").is_dir() and "9.superseded" in said[0]
+        checkpoints.save(example_state(8, model), record(9, model))
+        checkpoints.wait()
+        assert_equal(checkpoints.restore(target(model)).params, example_state(8, model).params)
+    assert sorted(path.name for path in copied.iterdir()) == ["5", "9", "9.superseded"]
+
+
+WRONG = [
+    {"seconds": "long"},
+    {"tokens": True},
+    {"tokens": 1.5},
+    {"experiment": [1]},
+    {"versions": None},
+    {"data_fingerprint": 3},
+    {"format": 1},
+]
+
+
+def test_records_of_a_wrong_kind(tmp_path: Path, model: ModelConfig):
+    state = example_state(1, model)
+    with Checkpoints(tmp_path / "c", model, CheckpointConfig(keep=99)) as checkpoints:
+        for number, wrong in enumerate(WRONG):
+            checkpoints.save(state, dataclasses.replace(record(number), **wrong))
+        checkpoints.save(state, record(50))
+        checkpoints.wait()
+        (tmp_path / "c" / "50").rename(tmp_path / "c" / "60")
+        for step in (*range(len(WRONG)), 60):
+            with pytest.raises(UserError, match=f"{step}: not a checkpoint of this version of k3train"):
+                checkpoints.record(step)
+
+
+def test_sound_files_that_cannot_be_read(copied: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_, **__):
+        raise RuntimeError("out of\nluck")
+
+    with Checkpoints(copied, model) as checkpoints:
+        record_of = checkpoints.record()
+        monkeypatch.setattr(checkpoints, "record", lambda _: record_of)
+        monkeypatch.setattr(checkpoints._reader, "restore", fail)
+        with pytest.raises(UserError, match=r"params cannot be read \(RuntimeError: out of luck\).*\n.*newest good step is 5"):
+            checkpoints.restore(target(model))
+
+
+def test_the_format_is_new():
+    assert module.FORMAT == 2

@@ -24,7 +24,9 @@ from k3train.data.loader import open_data
 from k3train.errors import UserError
 from k3train.train import assembly, course, loop, metrics
 from k3train.train.checkpoints import Checkpoints
+from k3train.train.resume import Resume
 from k3train.train.signals import Stopped
+from k3train.train.timing import Rate, Split
 
 STEPS = 6
 
@@ -51,7 +53,7 @@ def quiet() -> Console:
 
 def go(experiment: Experiment, folder: Path, resume: bool = False):
     console = quiet()
-    return loop.run(experiment, folder, resume=resume, console=console), console.file.getvalue()
+    return loop.run(experiment, folder, resume=Resume() if resume else None, console=console), console.file.getvalue()
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -212,11 +214,32 @@ def test_nothing_is_written_before_the_input_is_found_good(experiment: Experimen
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("figures", [{"loss": math.nan, "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": math.inf}])
-def test_a_step_that_is_not_finite_ends_the_run_before_it_is_saved(figures: dict[str, float]):
-    run = SimpleNamespace(unread=(3, figures), saved_step=2)
-    with pytest.raises(UserError, match="step 3: .*not finite.*\n.*newest saved step is 2"):
+def test_steps_that_are_not_finite_are_named_and_too_many_in_a_row_end_the_run(experiment: Experiment):
+    """Two are written down and passed over; the third, the limit, ends the run unsaved."""
+    written: dict[int, dict] = {}
+    said: list[str] = []
+    limit = dataclasses.replace(experiment.optimizer, max_skipped_steps=3)
+    run = SimpleNamespace(
+        experiment=dataclasses.replace(experiment, optimizer=limit, logging=LoggingConfig(every_steps=100)),
+        split=Split(),
+        rate=Rate(),
+        tokens=50,
+        saved_step=2,
+        display=SimpleNamespace(update=lambda *_: None, note=said.append),
+        writer=SimpleNamespace(write=lambda step, values: written.update({step: values})),
+        speed=lambda: {},
+    )
+    bad = {"loss": np.float32("nan"), "grad_norm": np.float32("nan"), "tokens": 7.0, "finite": np.array([True, False])}
+    for step in (3, 4):
+        run.unread = (step, {**bad, "skipped_in_a_row": step - 2})
         course.Course.read_metrics(cast(course.Course, run))
+    run.unread = (5, {**bad, "skipped_in_a_row": 3})
+    place = "layer 1 \\(gated_mla, latent_moe\\), in the forward pass"
+    with pytest.raises(UserError, match=f"step 5: 3 steps in a row.*{place}.*\n.*newest saved step is 2"):
+        course.Course.read_metrics(cast(course.Course, run))
+    assert sorted(written) == [3, 4, 5] and all("layer 1" in values["skipped"] for values in written.values())
+    assert len(said) == 3 and "step 3: loss or gradient not finite" in said[0]
+    assert run.tokens == 50  # nothing was learnt from them
 
 
 def test_one_process_at_a_time(experiment: Experiment, tmp_path: Path):

@@ -27,8 +27,9 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from k3train import config_io
 from k3train.train import loop
+from k3train.train.resume import Resume
 folder = Path(sys.argv[1])
-loop.run(config_io.load(folder / "eight.json"), folder, resume=True)
+loop.run(config_io.load(folder / "eight.json"), folder, resume=Resume())
 print("devices:", jax.device_count())
 """
 

@@ -27,3 +27,10 @@ def test_resume_drops_what_lies_beyond_its_step_and_a_torn_line(tmp_path: Path):
     assert metrics.last_step_with("heldout_loss", path) == 3
     assert metrics.last_step_with("grad_norm", path) is None
     assert [child.name for child in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_what_is_not_finite_is_null_so_that_every_reader_takes_the_line(tmp_path: Path):
+    with metrics.JsonLines(tmp_path / "m.jsonl") as writer:
+        writer.write(1, {"loss": np.float32("nan"), "load": np.array([1.0, np.inf])})
+    line = (tmp_path / "m.jsonl").read_text()
+    assert json.loads(line, parse_constant=lambda name: 1 / 0) == {"step": 1, "loss": None, "load": [1.0, None]}

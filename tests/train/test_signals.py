@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +66,31 @@ def test_outside_the_main_thread_it_does_nothing():
     thread.start()
     thread.join()
     assert seen == [None]
+
+
+STAND_IN = """#!/bin/sh
+trap 'echo "$@" > "$0.stopped"; kill $!; exit 143' TERM
+sleep 60 & echo > "$0.started"; wait
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("saved", [False, True])
+def test_make_hands_sigterm_on_to_the_run(saved: bool, tmp_path: Path):
+    """`make quickstart` with a command in the place of k3train that notes the signal."""
+    command = tmp_path / "bin" / "k3train"
+    command.parent.mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    command.write_text(STAND_IN)
+    command.chmod(0o755)
+    (tmp_path / ".made-for").write_text(ROOT)
+    (tmp_path / ".has-k3train").touch()
+    if saved:
+        (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
+    process = subprocess.Popen(["make", "quickstart", f"VENV={tmp_path}", f"RUN={tmp_path / 'run'}"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    started, stopped = command.with_suffix(".started"), command.with_suffix(".stopped")
+    wait_for(started.exists)
+    process.terminate()
+    assert process.wait(20) != 0
+    wait_for(lambda: stopped.exists() and stopped.read_text())
+    assert stopped.read_text().split() == (["resume", str(tmp_path / "run")] if saved else ["train", "experiments/quickstart.py"])

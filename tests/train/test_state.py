@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from k3train.config import OptimizerConfig, ScheduleConfig
 from k3train.optim import build_optimizer
+from k3train.optim.paths import path_of
 from k3train.train import state as train_state
 
 AXES = {"norm": {"scale": ("norm",)}, "groups": {0: {"mixer_norm": {"scale": ("layers", "norm")}, "w": ("layers", "embed", "mlp")}}}
@@ -15,15 +16,15 @@ SHAPES = {"norm": {"scale": (4,)}, "groups": {0: {"mixer_norm": {"scale": (2, 4)
 
 def test_moments_go_with_their_parameters_and_counters_with_none():
     params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda node: isinstance(node, tuple))
-    optimizer = build_optimizer(OptimizerConfig(), ScheduleConfig(), AXES)
+    optimizer = build_optimizer(OptimizerConfig(), ScheduleConfig(), AXES, balancing="quantile")
     state = train_state.abstract(params, optimizer)
     names = {"norm": {"scale": "last"}, "groups": {0: {"mixer_norm": {"scale": "stack"}, "w": "matrix"}}}
     placed = train_state.shardings(state, names, "everywhere")
     assert placed.params is names and placed.step == "everywhere"
     leaves = jax.tree_util.tree_flatten_with_path(placed.optimizer)[0]
-    found = {"/".join(train_state.path_of(path)): name for path, name in leaves}
-    moments = {path: name for path, name in found.items() if "/mu/" in path or "/nu/" in path}
-    assert len(moments) == 6
+    found = {"/".join(path_of(path)): name for path, name in leaves}
+    moments = {path: name for path, name in found.items() if {"mu", "nu", "momentum"} & set(path.split("/"))}
+    assert len(moments) == 2 * 2 + 1  # AdamW on the two norms, Muon on the matrix
     for path, name in moments.items():
         assert name == ("matrix" if path.endswith("w") else "stack" if "mixer_norm" in path else "last")
     assert {name for path, name in found.items() if path not in moments} == {"everywhere"}

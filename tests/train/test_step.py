@@ -5,21 +5,35 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from k3train.config import OptimizerConfig, ScheduleConfig
 from k3train.data.batch import Batch
-from k3train.optim import build_optimizer, warmup_cosine
+from k3train.optim import build_optimizer, learning_rates
 from k3train.train import state as train_state
 from k3train.train.step import build_train_step, split_rows
 
 AXES = {"table": ("vocab", "embed"), "router_bias": ("experts",)}
-OPTIMIZER, SCHEDULE = OptimizerConfig(peak_lr=0.1), ScheduleConfig(steps=10, warmup_fraction=0.0)
+SCHEDULE = ScheduleConfig(steps=10, warmup_fraction=0.0)
+BIAS = ("router_bias",)
+RATES = learning_rates(OptimizerConfig(peak_lr=0.1), SCHEDULE)
 
 
 def forward(params: dict, batch: Batch) -> tuple[jax.Array, dict]:
-    load = jnp.zeros((1, 3), jnp.int32).at[0, batch.tokens.reshape(-1) % 3].add(1)
-    return params["table"][batch.tokens], {"expert_load": load, "max_logit": jnp.max(batch.tokens).astype(jnp.float32)[None, None]}
+    """Three experts; a token's choice is its number modulo three, and its required bias lies in bin `token`."""
+    tokens = batch.tokens.reshape(-1)
+    aux = {
+        "expert_load": jnp.zeros((1, 3), jnp.int32).at[0, tokens % 3].add(1),
+        "histogram": jnp.zeros((1, 1, 3, 8), jnp.int32).at[0, 0, :, tokens].add(1),
+        "max_logit": jnp.max(batch.tokens).astype(jnp.float32)[None, None],
+        "not_for_the_step": jnp.zeros(7),
+    }
+    return params["table"][batch.tokens], aux
+
+
+def evidence(aux: dict) -> dict:
+    return {"histograms": {BIAS: jnp.sum(aux["histogram"], axis=1)[0]}, "loads": {BIAS: aux["expert_load"][0]}, "max_logits": {}}
 
 
 def example_batch(rows: int = 8, tokens: int = 6) -> Batch:
@@ -30,13 +44,29 @@ def example_batch(rows: int = 8, tokens: int = 6) -> Batch:
     return Batch(tokens=tokens_BT, targets=targets_BT, segment_ids=tokens_BT * 0, positions=tokens_BT * 0, loss_mask=mask_BT)
 
 
-def one_step(batch: Batch, microbatches: int, row_shards: int = 1):
-    optimizer = build_optimizer(OPTIMIZER, SCHEDULE, AXES)
+def begin() -> tuple[optax.GradientTransformationExtraArgs, train_state.TrainState]:
+    optimizer = build_optimizer(OptimizerConfig(peak_lr=0.1), SCHEDULE, AXES, balancing="quantile")
     params = {"table": jax.random.normal(jax.random.key(0), (5, 5)), "router_bias": jnp.zeros(3)}
-    step = build_train_step(
-        forward, optimizer, warmup_cosine(OPTIMIZER.peak_lr, SCHEDULE), microbatches=microbatches, row_shards=row_shards
+    return optimizer, train_state.create(params, optimizer)
+
+
+def step_function(optimizer, microbatches: int = 1, row_shards: int = 1, forward=forward):
+    return jax.jit(
+        build_train_step(
+            forward,
+            optimizer,
+            evidence=evidence,
+            report=lambda aux, grads, updates: {"side_outputs": jnp.array(len(aux)), "load": aux["expert_load"]},
+            learning_rates=RATES,
+            microbatches=microbatches,
+            row_shards=row_shards,
+        )
     )
-    return jax.jit(step)(train_state.create(params, optimizer), batch)
+
+
+def one_step(batch: Batch, microbatches: int, row_shards: int = 1):
+    optimizer, state = begin()
+    return step_function(optimizer, microbatches, row_shards)(state, batch)
 
 
 @pytest.mark.numerics
@@ -53,12 +83,40 @@ def test_microbatches_make_the_update_of_the_whole_batch(microbatches: int, row_
 def test_metrics_and_counters():
     batch = example_batch()
     state, metrics = one_step(batch, 1)
-    assert int(state.step) == 1
+    assert int(state.step) == int(state.optimizer.applied) == 1
     assert float(metrics["tokens"]) == batch.loss_mask.sum()
-    assert float(metrics["learning_rate"]) == pytest.approx(float(warmup_cosine(0.1, SCHEDULE)(0)))
-    load = np.bincount(batch.tokens.reshape(-1) % 3, minlength=3)
-    np.testing.assert_allclose(metrics["expert_load_max_over_mean"], [load.max() / load.mean()], rtol=1e-6)
-    np.testing.assert_array_equal(state.params["router_bias"], 0.0)
+    assert float(metrics["learning_rate"]) == pytest.approx(float(RATES["learning_rate"](0)))
+    assert metrics["load"][0].tolist() == np.bincount(batch.tokens.reshape(-1) % 3, minlength=3).tolist()
+    assert int(metrics["side_outputs"]) == 3
+    assert int(metrics["skipped_steps"]) == int(metrics["skipped_in_a_row"]) == 0
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_with_nan_changes_nothing_but_the_counters(where: str):
+    """Parameters, moments, bias and the schedule's position keep their bits; the next step is as if it were the first."""
+
+    def poisoned(params: dict, batch: Batch) -> tuple[jax.Array, dict]:
+        logits, aux = forward(params, batch)
+        if where == "loss":
+            return logits + jnp.nan, aux
+        zero = params["table"][0, 0] * 0.0  # its square root has an infinite slope, its value changes nothing
+        return logits + jnp.sqrt(zero), aux
+
+    optimizer, state = begin()
+    batch = example_batch()
+    poisoned_state, metrics = step_function(optimizer, forward=poisoned)(state, batch)
+    assert np.isfinite(metrics["loss"]) == (where == "gradient") and not np.isfinite(metrics["grad_norm"])
+    assert int(poisoned_state.step) == int(metrics["skipped_steps"]) == int(metrics["skipped_in_a_row"]) == 1
+    counters = {"skipped": 1, "consecutive": 1}
+    assert {name: int(getattr(poisoned_state.optimizer, name)) for name in counters} == counters
+    gate = poisoned_state.optimizer._replace(**dict.fromkeys(counters, jnp.int32(0)))
+    clean = poisoned_state._replace(step=state.step, optimizer=gate)
+    jax.tree.map(np.testing.assert_array_equal, clean, state)
+
+    step = step_function(optimizer)
+    (after, _), (first, _) = step(poisoned_state, batch), step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, after.params, first.params)
+    assert int(after.optimizer.consecutive) == 0 and int(after.optimizer.skipped) == 1
 
 
 def test_a_batch_without_targets_changes_nothing_but_by_decay():

@@ -6,13 +6,14 @@ Legend: B batch, T tokens, H heads, K key channels, V value channels, N chunks.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda.hopper.prepare import CHUNK, WIDTH, prepare
 from pallas_kernels.kda.hopper.recurrence import recurrence
-from pallas_kernels.kda.inputs import number_documents
+from pallas_kernels.kda.inputs import number_documents, sigmoid
 
 
 def chunk_runs(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -39,6 +40,63 @@ def pad_to(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 
+class Padded(NamedTuple):
+    """The inputs as the kernels take them: whole chunks, WIDTH channels.
+
+    `beta_BHT` is the step size, 0 at padding; `runs` is None or the pair of `chunk_runs`; the state is transposed, FP32.
+    """
+
+    q_BTHK: jax.Array
+    k_BTHK: jax.Array
+    v_BTHV: jax.Array
+    gate_BTHK: jax.Array
+    beta_BHT: jax.Array
+    slope_HK: jax.Array
+    shift_HK: jax.Array
+    runs: tuple[jax.Array, jax.Array] | None
+    state_BHVK: jax.Array
+
+    def operands(self, *, lower_bound: float, scale: float, interpret) -> dict[str, jax.Array]:
+        """The chunk operands."""
+        inputs = self.q_BTHK, self.k_BTHK, self.gate_BTHK, self.beta_BHT, self.slope_HK, self.shift_HK, self.runs
+        return prepare(*inputs, lower_bound=lower_bound, scale=scale, interpret=interpret)
+
+
+def padded(q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV, segment_ids_BT) -> Padded:
+    """Zeros after the end of the tokens and channels; the added tokens are padding in the documents' sense."""
+    batch, num_tokens, num_heads, _ = q_BTHK.shape
+    padded_tokens = -(-num_tokens // CHUNK) * CHUNK
+    if padded_tokens != num_tokens:
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.zeros((batch, num_tokens), jnp.int32)
+        segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, padded_tokens - num_tokens)), constant_values=-1)
+    wide = {1: padded_tokens, 3: WIDTH}
+    if initial_state_BHKV is None:
+        state_BHVK = jnp.zeros((batch, num_heads, WIDTH, WIDTH), jnp.float32)
+    else:
+        state_BHVK = padded_state(initial_state_BHKV)
+    beta_BTH = pad_to(sigmoid(beta_BTH.astype(jnp.float32)), {1: padded_tokens})
+    if segment_ids_BT is not None:
+        beta_BTH = jnp.where(segment_ids_BT[..., None] >= 0, beta_BTH, 0)
+    slope_HK, shift_HK = gate_affine(a_log_H, pad_to(dt_bias_HK, {1: WIDTH}))
+    return Padded(
+        pad_to(q_BTHK, wide),
+        pad_to(k_BTHK, wide),
+        pad_to(v_BTHV, wide),
+        pad_to(gate_BTHK, wide),
+        beta_BTH.transpose(0, 2, 1),
+        slope_HK,
+        shift_HK,
+        None if segment_ids_BT is None else chunk_runs(segment_ids_BT),
+        state_BHVK,
+    )
+
+
+def padded_state(state_BHKV: jax.Array) -> jax.Array:
+    """A state or its gradient as the kernels take it: transposed, FP32, WIDTH channels."""
+    return pad_to(state_BHKV.astype(jnp.float32).swapaxes(2, 3), {2: WIDTH, 3: WIDTH})
+
+
 def kda_forward(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
@@ -57,30 +115,8 @@ def kda_forward(
 
     Report section 2.1, equations 1 to 6. See `pallas_kernels.kda.kda` for the meaning of the arguments.
     """
-    batch, num_tokens, num_heads, k_width = q_BTHK.shape
-    v_width = v_BTHV.shape[-1]
-    padded_tokens = -(-num_tokens // CHUNK) * CHUNK
-    if padded_tokens != num_tokens:
-        if segment_ids_BT is None:
-            segment_ids_BT = jnp.zeros((batch, num_tokens), jnp.int32)
-        segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, padded_tokens - num_tokens)), constant_values=-1)
-    wide = {1: padded_tokens, 3: WIDTH}
-    if initial_state_BHKV is None:
-        state_BHVK = jnp.zeros((batch, num_heads, WIDTH, WIDTH), jnp.float32)
-    else:
-        state_BHVK = pad_to(initial_state_BHKV.astype(jnp.float32).swapaxes(2, 3), {2: WIDTH, 3: WIDTH})
-    slope_HK, shift_HK = gate_affine(a_log_H, pad_to(dt_bias_HK, {1: WIDTH}))
-    operands = prepare(
-        pad_to(q_BTHK, wide),
-        pad_to(k_BTHK, wide),
-        pad_to(gate_BTHK, wide),
-        pad_to(beta_BTH.astype(jnp.float32).transpose(0, 2, 1), {2: padded_tokens}),
-        slope_HK,
-        shift_HK,
-        None if segment_ids_BT is None else chunk_runs(segment_ids_BT),
-        lower_bound=lower_bound,
-        scale=k_width**-0.5,
-        interpret=interpret,
-    )
-    o_BTHV, state_BHVK = recurrence(operands, pad_to(v_BTHV, wide), state_BHVK, interpret=interpret)
+    inputs = padded(q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV, segment_ids_BT)
+    num_tokens, k_width, v_width = q_BTHK.shape[1], q_BTHK.shape[3], v_BTHV.shape[3]
+    operands = inputs.operands(lower_bound=lower_bound, scale=k_width**-0.5, interpret=interpret)
+    o_BTHV, state_BHVK = recurrence(operands, inputs.v_BTHV, inputs.state_BHVK, interpret=interpret)
     return o_BTHV[:, :num_tokens, :, :v_width], state_BHVK[:, :, :v_width, :k_width].swapaxes(2, 3)

@@ -7,12 +7,13 @@ With g the log2 decays of a chunk, G their inclusive sums, k and q normalised, q
     L_ij = beta_i sum_c k_ic k_jc 2^(G_ic - G_jc), i > j        A_ij = sum_c q_ic k_jc 2^(G_ic - G_jc), i >= j
     X = (I + L)^-1 diag(beta)     Kg = k 2^G     Qg = q 2^G     Kd = k 2^(G_last - G)     decay = 2^G_last
 
-Every exponent is a sum of g over an interval, so each is one product of a 0/1 (or sign) matrix with g, which is split into two
-bf16 parts; no two large sums are subtracted. L and A need both factors bounded: 32 tokens share a reference in their middle,
-which keeps |exponent| <= 16 * 5 nats (2^115.4, inside bf16); pairs across the two halves use the later half's reference,
-where the columns' exponents are <= 0. Products above the diagonal may overflow; they are dropped by a select.
+Every exponent is a sum of g over an interval: one product of a constant 0/1/-1 matrix with g in FP16. Rounding g moves a decay
+by at most 2^-12 of its logarithm, and every use sees the same rounded g. L and A need both factors bounded: 32 tokens share a
+reference in their middle, which keeps |exponent| <= 16 * 5 nats (2^115.4, inside bf16); pairs across the two halves use the later
+half's reference, where the columns' exponents are <= 0. Products above the diagonal may overflow; they are dropped by a select.
 
-One persistent block per multiprocessor, two warpgroups with 64 channels each; the next chunk is fetched meanwhile.
+A persistent block per multiprocessor, three warpgroups, each with chunks of its own: they never meet, so one computes while
+another waits.
 """
 
 from __future__ import annotations
@@ -31,87 +32,95 @@ from pallas_kernels.kda.hopper.mma import COLUMN, ROW, WGMMA, matmuls, tile, zer
 
 CHUNK = 64
 WIDTH = 128
-HALF = 64  # channels of one warpgroup
+HALF = 64  # channels that are worked on at once
 BLOCKS = 132  # persistent blocks: one for each multiprocessor of an H100 or H200
+WORKERS = 3  # warpgroups of a block
+LEVELS = 6  # doublings from diagonal blocks of one token to the chunk
 L2_EPSILON = 1e-6
 
 
-def _rows(vector, shape):
+def rows_of(vector, shape):
+    """A vector with one entry per row, as a matrix."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-def _columns(vector, shape):
+def columns_of(vector, shape):
+    """A vector with one entry per column, as a matrix."""
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
-def _sum(matrix, axis, layout):
-    return plgpu.layout_cast(jnp.sum(matrix, axis=axis), layout)
+def vector(ref, layout):
+    """A vector from global memory."""
+    return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _sigmoid(x):
-    half = lax.rsqrt(1.0 + jnp.exp2(x * -math.log2(math.e)))
-    return half * half
+def sum_of_rows(matrix):
+    """The sum of every row."""
+    return plgpu.layout_cast(jnp.sum(matrix, axis=1), ROW)
 
 
 def interval_signs() -> np.ndarray:
     """Four stacked matrices [C, C]: row i times the decays g is an exponent of token i.
 
-    Up to i from the reference of i's half (negative before it); from a token of the first half to the second half's
-    reference; from the chunk's start to i; from i to the chunk's end.
+    From the reference of i's half to i (negative before it); from i to the second half's reference (negative after it); from the
+    chunk's start to i; from i to the chunk's end.
     """
     row, column = np.indices((CHUNK, CHUNK))
-    from_start = column <= row
-    from_reference = from_start.astype(np.float32) - (column <= 32 * (row // 32) + 15)
-    to_reference = (row < column) & (column <= 47) & (row < 32)
-    return np.concatenate([from_reference, to_reference, from_start, column > row])
+    from_start = (column <= row).astype(np.float32)
+    from_reference = from_start - (column <= 32 * (row // 32) + 15)
+    return np.concatenate([from_reference, (column <= 47) - from_start, from_start, column > row])
 
 
-def _inverse(lower_16, distance, x_s, p_s, interpret):
+def levels() -> np.ndarray:
+    """[C, C]: l where an entry joins two diagonal blocks of size 2^l to one of twice the size, -1 on the diagonal."""
+    row, column = np.indices((CHUNK, CHUNK))
+    return np.floor(np.log2(np.maximum(row ^ column, 0.5)))
+
+
+def _inverse(lower, level, x_s, p_s, interpret):
     """(I + L)^-1 by block doubling: blocks [[A, 0], [C, D]] give -D^-1 C A^-1 below the diagonal; FP16 operands, FP32 sums.
 
-    `distance` is row xor column: below 2^n inside a diagonal block of that size. No power of L is formed.
+    No power of L is formed: all entries stay within [-1, 1]. `level` is `levels()` in FP16; masks are arithmetic on pairs of it.
     """
-    # Not a literal zero: left operands of wgmma that are constant in part gave wrong rows on the device (docs/kernels/kda.md, Traps).
-    nothing = lower_16 * 0
-    x = jnp.where(distance == 0, 1.0, 0.0) - jnp.where(distance < 2, lower_16, nothing).astype(jnp.float32)
-    size = 2
-    while size < CHUNK:
-        below = jnp.where((distance >= size) & (distance < 2 * size), lower_16, nothing)
+
+    def mask(number):
+        distance = level - number
+        return jnp.maximum(1 - distance * distance, 0)
+
+    x = (mask(-1) - lower * mask(0)).astype(jnp.float32)
+    for number in range(1, LEVELS):
         x_s[...] = x.astype(jnp.float16)
         plgpu.commit_smem()
-        [p] = matmuls([(zeros(CHUNK, CHUNK), [(below, x_s)])], interpret)
+        [p] = matmuls([(zeros(CHUNK, CHUNK), [(lower * mask(number), x_s)])], interpret)
         p_s[...] = p.astype(jnp.float16)
         plgpu.commit_smem()
         [x] = matmuls([(x, [((-x).astype(jnp.float16), p_s)])], interpret)
-        size *= 2
     return x
 
 
 def _body(
-    q_ref, k_ref, gate_ref, beta_ref, beta_again_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref,
+    q_ref, k_ref, gate_ref, beta_ref, beta_again_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, levels_ref,
     kg_ref, qg_ref, kd_ref, ax_ref, decay_ref,
-    kq_stages, hi_stages, lo_union, col_s, cross_union, signs_s, k_sums_s, q_sums_s, kq_loaded, gate_loaded, joined, signs_loaded,
-    *, num_chunks: int, num_heads: int, num_items: int, num_blocks: int, bound_log2: float, scale: float, packed: bool,
+    k_all, q_all, gate_union, near_union, far_union, signs_s, loaded, signs_loaded,
+    *, num_chunks: int, num_heads: int, num_items: int, items_each: int, bound_log2: float, scale: float, packed: bool,
     interpret: bool,
 ):  # fmt: skip
     wg = lax.axis_index("wg")
-    first_item = lax.axis_index("blocks")
-    mine, square = pl.ds(wg * HALF, HALF), (CHUNK, CHUNK)
-    lo_s, (x_s, p_s) = lo_union
-    cross_s, ax_s = cross_union
+    start = (lax.axis_index("blocks") * WORKERS + wg) * items_each  # neighbours share a head, whose vectors stay in the cache
+    end = jnp.minimum(start + items_each, num_items)
+    square = (CHUNK, CHUNK)
+    k_s, q_s, kd_s, g_s = k_all.at[wg], q_all.at[wg], gate_union[0].at[wg], gate_union[1].at[wg]
+    near_s, p_s = (x.at[wg] for x in near_union)
+    far_s, x_s = (x.at[wg] for x in far_union)
 
     def place(item):
         return lax.rem(item, num_chunks), lax.rem(lax.div(item, num_chunks), num_heads), lax.div(item, num_chunks * num_heads)
 
-    def fetch(item, stage):
+    def fetch(item):
         n, h, b = place(item)
         tokens = pl.ds(n * CHUNK, CHUNK)
-        plgpu.copy_gmem_to_smem(k_ref.at[b, tokens, h], kq_stages.at[2 * stage], kq_loaded.at[stage])
-        plgpu.copy_gmem_to_smem(q_ref.at[b, tokens, h], kq_stages.at[2 * stage + 1], kq_loaded.at[stage])
-        plgpu.copy_gmem_to_smem(gate_ref.at[b, tokens, h], hi_stages.at[stage], gate_loaded.at[stage])
-
-    def vector(ref, layout):
-        return plgpu.load(ref, layout=layout, optimized=False)
+        for ref, target in ((k_ref, k_s), (q_ref, q_s), (gate_ref, kd_s)):
+            plgpu.copy_gmem_to_smem(ref.at[b, tokens, h], target, loaded.at[wg])
 
     def put(ref, value):
         ref[...] = value.astype(jnp.bfloat16)
@@ -119,141 +128,133 @@ def _body(
     @pl.when(wg == 0)
     def _start():
         plgpu.copy_gmem_to_smem(signs_ref, signs_s, signs_loaded)
-        fetch(first_item, 0)
+
+    @pl.when(start < end)
+    def _first():
+        fetch(start)
 
     plgpu.barrier_wait(signs_loaded)
-    reference_signs, cross_signs, start_signs, end_signs = (signs_s.at[CHUNK * i : CHUNK * (i + 1)] for i in range(4))
-    rows = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=WGMMA)
-    columns = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=WGMMA)
+    reference_signs, far_signs, start_signs, end_signs = (signs_s.at[CHUNK * i : CHUNK * (i + 1)] for i in range(4))
 
-    def chunk(step, _):
-        item = first_item + step * num_blocks
+    def chunk(item, _):
         n, h, b = place(item)
         tokens = pl.ds(n * CHUNK, CHUNK)
-        stage = lax.rem(step, 2)
-        k_s, q_s, hi_s = kq_stages.at[2 * stage], kq_stages.at[2 * stage + 1], hi_stages.at[stage]
-
-        @pl.when((wg == 0) & (item + num_blocks < num_items))
-        def _next():
-            fetch(item + num_blocks, 1 - stage)
-
         if packed:
-            run_row, run_column = vector(run_ref.at[b, tokens], ROW), vector(run_again_ref.at[b, tokens], COLUMN)
+            run_row = vector(run_ref.at[b, tokens], ROW)
             first, last = edge_ref[b, 0, n], edge_ref[b, 1, n]
-            real_row, real_column = run_row >= 0, run_column >= 0
+            real_row = run_row >= 0
             run_row = jnp.where(real_row, run_row, -1 - run_row)
-            run_column = jnp.where(real_column, run_column, -1 - run_column)
+        plgpu.barrier_wait(loaded.at[wg])
 
-        # Norms: each warpgroup sums over its channels.
-        plgpu.barrier_wait(kq_loaded.at[stage])
-        kept = plgpu.load(k_s.at[:, mine], layout=WGMMA), plgpu.load(q_s.at[:, mine], layout=WGMMA)
-        k, q = (x.astype(jnp.float32) for x in kept)
-        k_sums_s.at[wg][...] = _sum(k * k, 1, ROW)
-        q_sums_s.at[wg][...] = _sum(q * q, 1, ROW)
-        plgpu.barrier_arrive(joined.at[0])
+        def norm(ref):
+            total = 0.0
+            for c in range(WIDTH // HALF):
+                x = plgpu.load(ref.at[:, c * HALF : (c + 1) * HALF], layout=WGMMA).astype(jnp.float32)
+                total = total + sum_of_rows(x * x)
+            return lax.rsqrt(total + L2_EPSILON)
 
-        # Log2 decays, in two bf16 parts.
-        plgpu.barrier_wait(gate_loaded.at[stage])
-        raw = plgpu.load(hi_s.at[:, mine], layout=WGMMA).astype(jnp.float32)
-        slope, shift = vector(slope_ref.at[h, mine], COLUMN), vector(shift_ref.at[h, mine], COLUMN)
-        half = lax.rsqrt(1.0 + jnp.exp2(raw * _columns(slope, square) + _columns(shift, square)))
-        g = half * half * bound_log2
-        if packed:
-            g = g * _rows(jnp.where(real_row, 1.0, 0.0), square)
-        high = g.astype(jnp.bfloat16)
-        hi_s.at[:, mine][...] = high
-        put(lo_s.at[:, mine], g - high.astype(jnp.float32))
-        plgpu.commit_smem()
-        g_parts = hi_s.at[:, mine], lo_s.at[:, mine]
+        k_scale, q_scale = norm(k_s), norm(q_s) * scale
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's X has left
 
-        def exponents(signs):
-            return matmuls([(zeros(*square), [(signs, part) for part in g_parts])], interpret)[0]
-
-        # Sums fall with the token, so the chunk's total is their minimum; transposed, it is one entry per row.
-        [sums] = matmuls([(zeros(*square), [(part.transpose((1, 0)), start_signs.transpose((1, 0))) for part in g_parts])], interpret)
-        decay = jnp.exp2(plgpu.layout_cast(jnp.min(sums, axis=1), ROW))
-        if packed:
-            decay = decay * jnp.where(first == last, 1.0, 0.0)
-        decay_ref.at[b, h, n, mine][...] = decay
-
-        # The two triangular matrices: the first warpgroup takes L, the second A.
-        plgpu.barrier_wait(joined.at[0])
-        k_scale = lax.rsqrt(vector(k_sums_s.at[0], ROW) + vector(k_sums_s.at[1], ROW) + L2_EPSILON)
-        q_scale = lax.rsqrt(vector(q_sums_s.at[0], ROW) + vector(q_sums_s.at[1], ROW) + L2_EPSILON) * scale
-
-        def normalized():
-            """k and q in FP32; between their uses only the 16-bit values stay in registers."""
-            nonlocal kept
-            kept = lax.optimization_barrier(kept)
-            return (x.astype(jnp.float32) * _rows(factor, square) for x, factor in zip(kept, (k_scale, q_scale), strict=True))
-
-        k, q = normalized()
-        relative = exponents(reference_signs)
-        up = jnp.exp2(relative)
-        put(k_s.at[:, mine], k * up)
-        put(q_s.at[:, mine], q * up)
-        put(col_s.at[:, mine], k * jnp.exp2(-relative))
-        put(cross_s.at[:, mine], k * jnp.exp2(exponents(cross_signs)))  # rows of the later half are not used
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(joined.at[1])
-        plgpu.barrier_wait(joined.at[1])
-        left_s = kq_stages.at[2 * stage + wg]
-        near, far = matmuls([(zeros(*square), [(left_s, right.transpose((1, 0)))]) for right in (col_s, cross_s)], interpret)
-        plgpu.barrier_arrive(joined.at[2])
-        keep = columns + (1 - wg) <= rows
-        if packed:
-            keep = keep & (_rows(run_row, square) == _columns(run_column, square)) & _rows(real_row, square)
-        triangle = jnp.where(keep, jnp.where((rows ^ columns) < 32, near, far), 0.0)
-        # beta scales the rows of L; A is stored as it is. Kept in 16 bits from here: |L| <= 1 suits FP16.
-        scores = triangle.astype(jnp.bfloat16)
-        lower = (triangle * _rows(_sigmoid(vector(beta_ref.at[b, h, tokens], ROW)), square)).astype(jnp.float16)
-
-        # The operands that meet the state.
-        grown = jnp.exp2(exponents(start_signs))
-        if packed:
-            grown = grown * _rows(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
-        plgpu.barrier_wait(joined.at[2])
-        k, q = normalized()
-        put(k_s.at[:, mine], -k * grown)
-        put(q_s.at[:, mine], q * grown)
-        left = jnp.exp2(exponents(end_signs))
-        if packed:
-            left = left * _rows(jnp.where(run_row == last, 1.0, 0.0), square)
-        k, _ = normalized()
-        put(col_s.at[:, mine], k * left)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(joined.at[3])
-        plgpu.barrier_wait(joined.at[3])
-
-        @pl.when(wg == 1)
-        def _store():
-            ax_s.at[0][...] = scores
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_s, qg_ref.at[b, h, n])
-            plgpu.copy_smem_to_gmem(col_s, kd_ref.at[b, h, n])
-            plgpu.copy_smem_to_gmem(ax_s.at[0], ax_ref.at[b, h, n, 0])
-
-        @pl.when(wg == 0)
-        def _solve():
-            plgpu.copy_smem_to_gmem(k_s, kg_ref.at[b, h, n])
-            beta_column = _sigmoid(vector(beta_again_ref.at[b, h, tokens], COLUMN))
+        def half(c, triangles):
+            mine = pl.ds(c * HALF, HALF)
+            raw = plgpu.load(kd_s.at[:, mine], layout=WGMMA).astype(jnp.float32)
+            slope, shift = vector(slope_ref.at[h, mine], COLUMN), vector(shift_ref.at[h, mine], COLUMN)
+            root = lax.rsqrt(1.0 + jnp.exp2(raw * columns_of(slope, square) + columns_of(shift, square)))
+            g = root * root * bound_log2
             if packed:
-                beta_column = jnp.where(real_column, beta_column, 0.0)
-            x = _inverse(lower, rows ^ columns, x_s, p_s, interpret) * _columns(beta_column, square)
-            x_16 = x.astype(jnp.bfloat16)
-            ax_s.at[1][...] = x_16
-            put(ax_s.at[2], x - x_16.astype(jnp.float32))
+                g = g * rows_of(jnp.where(real_row, 1.0, 0.0), square)
+            g_s.at[:, mine][...] = g.astype(jnp.float16)
             plgpu.commit_smem()
-            for part in (1, 2):
-                plgpu.copy_smem_to_gmem(ax_s.at[part], ax_ref.at[b, h, n, part])
 
-        # Both warpgroups are done with every buffer before the next chunk writes or fetches into one.
+            def exponents(signs):
+                return matmuls([(zeros(*square), [(signs, g_s.at[:, mine])])], interpret)[0]
+
+            # Sums fall with the token, so the chunk's total is the least of the last eight; transposed, it is one entry per row.
+            last_rows = start_signs.at[CHUNK - 8 : CHUNK].transpose((1, 0))
+            [sums] = matmuls([(zeros(CHUNK, 8), [(g_s.at[:, mine].transpose((1, 0)), last_rows)])], interpret)
+            decay = jnp.exp2(plgpu.layout_cast(jnp.min(sums, axis=1), ROW))
+            if packed:
+                decay = decay * jnp.where(first == last, 1.0, 0.0)
+            decay_ref.at[b, h, n, mine][...] = decay
+
+            def key():
+                return plgpu.load(k_s.at[:, mine], layout=WGMMA).astype(jnp.float32)
+
+            def query():
+                return plgpu.load(q_s.at[:, mine], layout=WGMMA).astype(jnp.float32)
+
+            put(far_s, key() * rows_of(k_scale, square) * jnp.exp2(exponents(far_signs)))
+            relative = exponents(reference_signs)
+            put(near_s, key() * rows_of(k_scale, square) * jnp.exp2(-relative))
+            up = jnp.exp2(relative)
+            k_up, q_up = (key() * up).astype(jnp.bfloat16), (query() * up).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            # Rows of the first half meet the columns of `near`, those of the second half the columns of `far`.
+            early = rows_of(plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROW) < 32, square)
+            early, late = (jnp.where(early, *pair).astype(jnp.bfloat16) for pair in ((1.0, 0.0), (0.0, 1.0)))
+            triangles = matmuls(
+                [
+                    (
+                        triangle,
+                        [
+                            (left * early, near_s.transpose((1, 0))),
+                            (left * late, far_s.transpose((1, 0))),
+                        ],
+                    )
+                    for triangle, left in zip(triangles, (k_up, q_up), strict=True)
+                ],
+                interpret,
+            )
+            grown = jnp.exp2(exponents(start_signs))
+            if packed:
+                grown = grown * rows_of(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
+            put(q_s.at[:, mine], query() * rows_of(q_scale, square) * grown)
+            k = key() * rows_of(k_scale, square)
+            put(k_s.at[:, mine], -k * grown)
+            left = jnp.exp2(exponents(end_signs))
+            if packed:
+                left = left * rows_of(jnp.where(run_row == last, 1.0, 0.0), square)
+            plgpu.commit_smem()  # every warp's product has read g
+            put(kd_s.at[:, mine], k * left)
+            return tuple(triangles)
+
+        lower, scores = lax.fori_loop(0, WIDTH // HALF, half, (zeros(*square), zeros(*square)))
+        rows = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=WGMMA)
+        columns = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=WGMMA)
+        same = True
+        if packed:
+            run_column = vector(run_again_ref.at[b, tokens], COLUMN)
+            run_column = jnp.where(run_column >= 0, run_column, -1 - run_column)
+            same = (rows_of(run_row, square) == columns_of(run_column, square)) & rows_of(real_row, square)
+        put(near_s, jnp.where((columns <= rows) & same, scores * rows_of(q_scale, square), 0.0))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k_s, kg_ref.at[b, h, n])
+        plgpu.copy_smem_to_gmem(q_s, qg_ref.at[b, h, n])
+        plgpu.copy_smem_to_gmem(kd_s, kd_ref.at[b, h, n])
+        plgpu.copy_smem_to_gmem(near_s, ax_ref.at[b, h, n, 0])
+        row_scale = vector(beta_ref.at[b, h, tokens], ROW) * k_scale
+        # |L| <= 1 suits FP16.
+        lower = jnp.where((columns < rows) & same, lower * rows_of(row_scale, square), 0.0).astype(jnp.float16)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(joined.at[4])
-        plgpu.barrier_wait(joined.at[4])
 
-    steps = lax.div(num_items - first_item + (num_blocks - 1), num_blocks)
-    lax.fori_loop(0, steps, chunk, None)
+        @pl.when(item + 1 < end)
+        def _next():
+            fetch(item + 1)
+
+        beta_column = vector(beta_again_ref.at[b, h, tokens], COLUMN)
+        level = plgpu.load(levels_ref, layout=WGMMA, optimized=False)
+        x = _inverse(lower, level, x_s, p_s, interpret) * columns_of(beta_column, square)
+        x_16 = lax.optimization_barrier(x.astype(jnp.bfloat16))
+        put(far_s, x_16)
+        plgpu.commit_smem()  # every warp's product has read P
+        put(near_s, x - x_16.astype(jnp.float32))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(far_s, ax_ref.at[b, h, n, 1])
+        plgpu.copy_smem_to_gmem(near_s, ax_ref.at[b, h, n, 2])
+
+    lax.fori_loop(start, end, chunk, None)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_HK, shift_HK, runs, *, lower_bound: float, scale: float, interpret=None):
@@ -261,7 +262,7 @@ def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_HK, shift_HK, runs, *, lo
 
     kg (negated), qg, kd [C, K]; ax [3, C, C]: A, X, and what X's rounding to bf16 left; decay [K].
 
-    `slope`, `shift` [H, K] give the gate's sigmoid argument times -log2(e). `runs` is None or the pair that
+    `beta` is the step size, 0 at padding. `slope`, `shift` [H, K] give the gate's sigmoid argument times -log2(e). `runs` is None or the pair that
     `forward.chunk_runs` makes.
     """
     batch, num_tokens, num_heads, _ = q_BTHK.shape
@@ -269,49 +270,46 @@ def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_HK, shift_HK, runs, *, lo
     packed = runs is not None
     if not packed:
         runs = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, 2, 1), jnp.int32)
-    bf16 = jnp.bfloat16
+    bf16, fp16 = jnp.bfloat16, jnp.float16
     wide = jax.ShapeDtypeStruct((batch, num_heads, num_chunks, CHUNK, WIDTH), bf16)
     squares = jax.ShapeDtypeStruct((batch, num_heads, num_chunks, 3, CHUNK, CHUNK), bf16)
     num_items = num_chunks * num_heads * batch
-    num_blocks = min(BLOCKS, num_items)
+    items_each = -(-num_items // (BLOCKS * WORKERS))
+    num_blocks = -(-num_items // (items_each * WORKERS))
     body = functools.partial(
         _body,
         num_chunks=num_chunks,
         num_heads=num_heads,
         num_items=num_items,
-        num_blocks=num_blocks,
+        items_each=items_each,
         bound_log2=lower_bound * math.log2(math.e),
         scale=scale,
         packed=packed,
         interpret=interpret is not None,
     )
+    chunk, block = (WORKERS, CHUNK, WIDTH), (WORKERS, CHUNK, CHUNK)
     kernel = plgpu.kernel(
         body,
         out_type=(wide, wide, wide, squares, jax.ShapeDtypeStruct((batch, num_heads, num_chunks, WIDTH), jnp.float32)),
         scratch_types=(
-            tile((4, CHUNK, WIDTH), bf16),
-            tile((2, CHUNK, WIDTH), bf16),
-            plgpu.RefUnion(tile((CHUNK, WIDTH), bf16), (tile((CHUNK, CHUNK), jnp.float16), tile((CHUNK, CHUNK), jnp.float16))),
-            tile((CHUNK, WIDTH), bf16),
-            plgpu.RefUnion(tile((CHUNK, WIDTH), bf16), tile((3, CHUNK, CHUNK), bf16)),
-            tile((4 * CHUNK, CHUNK), bf16),
-            plgpu.SMEM((2, CHUNK), jnp.float32),
-            plgpu.SMEM((2, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=5),
+            tile(chunk, bf16),
+            tile(chunk, bf16),
+            plgpu.RefUnion(tile(chunk, bf16), tile(chunk, fp16)),
+            plgpu.RefUnion(tile(block, bf16), tile(block, fp16)),
+            plgpu.RefUnion(tile(block, bf16), tile(block, fp16)),
+            tile((4 * CHUNK, CHUNK), fp16),
+            plgpu.Barrier(num_arrivals=3, num_barriers=WORKERS),
             plgpu.Barrier(),
         ),
         grid=(num_blocks,),
         grid_names=("blocks",),
-        num_threads=2,
+        num_threads=WORKERS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
     run_BT, edge_B2N = runs
+    constants = jnp.asarray(interval_signs(), fp16), jnp.asarray(levels(), fp16)
     # Vectors needed along rows and along columns come in twice: one load in two layouts has no solution for the compiler.
-    outputs = kernel(
-        q_BTHK, k_BTHK, gate_BTHK, beta_BHT, beta_BHT, run_BT, run_BT, edge_B2N, slope_HK, shift_HK, jnp.asarray(interval_signs(), bf16)
-    )
+    outputs = kernel(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, beta_BHT, run_BT, run_BT, edge_B2N, slope_HK, shift_HK, *constants)
     return dict(zip(("kg", "qg", "kd", "ax", "decay"), outputs, strict=True))

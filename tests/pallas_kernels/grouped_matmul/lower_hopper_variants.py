@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from pallas_kernels.grouped_matmul.hopper_rows import rows_matmul  # noqa: E402
+from pallas_kernels.grouped_matmul.hopper_rows import RowsConfig, rows_matmul  # noqa: E402
 from pallas_kernels.grouped_matmul.hopper_weights import weights_gradient  # noqa: E402
 
 SIZES = jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -34,6 +34,7 @@ def accumulate(x_MK, dy_MN, sizes_E, total_EKN):
 if __name__ == "__main__":
     for transpose_w, w in ((False, struct(4, 512, 384)), (True, struct(4, 384, 512))):
         lower(f"rows-{transpose_w}", functools.partial(rows_matmul, transpose_w=transpose_w), struct(256, 512), w, SIZES)
+    lower("rows-listed", functools.partial(rows_matmul, config=RowsConfig(walked=0)), struct(256, 512), struct(4, 512, 384), SIZES)
     for k, n in ((512, 384), (384, 512), (128, 64)):  # tiles of 192, 256 and 64 columns
         rows = (struct(256, k), struct(256, n), SIZES)
         for out_dtype in (jnp.bfloat16, jnp.float32):

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import grouped_matmul as package
 from pallas_kernels.grouped_matmul import grouped_matmul, reference
+from pallas_kernels.target import Target
 from tests.x64 import float64
 
 pytestmark = pytest.mark.numerics
@@ -243,3 +245,33 @@ def test_bad_dtypes_and_implementation():
         grouped_matmul(x_MK.astype(jnp.bfloat16), w_EKN, sizes_E)
     with pytest.raises(ValueError, match="'fast'"):
         grouped_matmul(x_MK, w_EKN, sizes_E, implementation="fast")
+
+
+@pytest.mark.parametrize(
+    ("platform", "k", "dtype", "chosen", "words"),
+    [
+        ("cpu", 512, jnp.bfloat16, "xla", "platform is cpu"),
+        ("gpu", 512, jnp.bfloat16, "hopper", "Hopper"),
+        ("gpu", 128, jnp.bfloat16, "xla", "verified from"),
+        ("gpu", 512, jnp.float32, "xla", "float32"),
+    ],
+)
+def test_choice_by_platform_and_shape(monkeypatch, platform, k, dtype, chosen, words):
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("the Hopper kernels need JAX 0.11")
+    from pallas_kernels.grouped_matmul import hopper
+
+    monkeypatch.setattr(package, "target", lambda: Target(platform, 1))
+    monkeypatch.setattr(hopper, "platform_refusal", lambda: None)
+    shapes = (jax.ShapeDtypeStruct((64, k), dtype), jax.ShapeDtypeStruct((4, k, 256), dtype))
+    implementation, reason = package.choose(*shapes)
+    assert implementation == chosen and words in reason
+
+
+def test_the_choice_is_logged_once(caplog):
+    package._log_once.cache_clear()
+    x_MK, w_EKN, sizes_E = jnp.ones((4, 2)), jnp.ones((1, 2, 2)), jnp.array([4])
+    with caplog.at_level("INFO", logger="pallas_kernels.grouped_matmul"):
+        grouped_matmul(x_MK, w_EKN, sizes_E)
+        grouped_matmul(x_MK, w_EKN, sizes_E)
+    assert [record.message for record in caplog.records] == ["grouped_matmul runs in its xla form: the platform is cpu"]

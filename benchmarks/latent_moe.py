@@ -1,0 +1,220 @@
+"""Speed of one LatentMoE layer on one Hopper GPU, forward and backward, against its matmuls at 700 TFLOP/s; and of its parts.
+
+    python benchmarks/latent_moe.py --output docs/benchmarks/latent_moe_h200.json
+
+First the values and gradients of a layer of fewer tokens are compared with the XLA form in float32. Then the layer and its
+parts are timed as `benchmarks/grouped_matmul.py` does: the median of three windows of calls, each window one program, in
+processes of their own so that they compile in parallel.
+The router's product counts at its own rate: float32 proper, 67 TFLOP/s by the data sheet, for its forward and backward.
+
+Shapes: S tokens, D model, L latent, F hidden of an expert, E experts, k choices, M = S k rows, H hidden of the shared experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.grouped_matmul import environment, repeated, result_in, run_all, windows  # noqa: E402
+from pallas_kernels.grouped_matmul import grouped_matmul  # noqa: E402
+from pallas_kernels.moe_dispatch import combine, permute, routed_experts, router_histogram, sort_by_expert, sum_choices  # noqa: E402
+
+S, D, L, F, E, K, H = 32768, 2048, 1024, 768, 128, 8, 2 * 768
+RATE, ROUTER_RATE = 700e12, 67e12  # FLOP/s; the second in float32
+BETA, LINEAR_BETA = 4.0, 25.0
+
+
+def situ_glu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The gated activation in float32 (report equations 18 and 19)."""
+    g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+    return (BETA * jnp.tanh(g / BETA) * jax.nn.sigmoid(g) * LINEAR_BETA * jnp.tanh(u / LINEAR_BETA)).astype(gate.dtype)
+
+
+def separate_experts(z_SL, ids_Sk, weights_Sk, w_gate_ELF, w_up_ELF, w_down_EFL, *, activation, implementation):
+    """The same experts without what `routed_experts` fuses: two products for gate and up, weights where the results are summed."""
+    order_M, sizes_E = sort_by_expert(ids_Sk, w_gate_ELF.shape[0])
+    rows_ML = permute(z_SL, order_M, ids_Sk.shape[1])
+    matmul = partial(grouped_matmul, group_sizes_E=sizes_E, implementation=implementation)
+    hidden_MF = activation(matmul(rows_ML, w_gate_ELF), matmul(rows_ML, w_up_ELF))
+    return combine(matmul(hidden_MF, w_down_EFL), weights_Sk, order_M)
+
+
+def layer(params: dict, x_SD: jax.Array, *, implementation: str | None, experts: Callable = routed_experts) -> jax.Array:
+    """Stable LatentMoE (report equations 11 to 13) with shared experts; router and norm in float32, the rest in x's dtype."""
+    router_DE = params["router"].astype(jnp.float32)
+    scores_SE = jax.nn.sigmoid(jnp.einsum("sd,de->se", x_SD.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST))
+    _, ids_Sk = lax.top_k(lax.stop_gradient(scores_SE), K)
+    chosen_Sk = jnp.take_along_axis(scores_SE, ids_Sk, axis=-1)
+    weights_Sk = chosen_Sk / jnp.sum(chosen_Sk, axis=-1, keepdims=True)
+    matrices = (params["w_gate"], params["w_up"], params["w_down"])
+    u_SL = experts(x_SD @ params["down"], ids_Sk, weights_Sk, *matrices, activation=situ_glu, implementation=implementation)
+    u_SL = (u_SL * lax.rsqrt(jnp.mean(u_SL * u_SL, axis=-1, keepdims=True) + 1e-6)).astype(x_SD.dtype)
+    shared_SD = situ_glu(x_SD @ params["shared_gate"], x_SD @ params["shared_up"]) @ params["shared_down"]
+    return u_SL @ params["up"] + shared_SD
+
+
+def gradients(params: dict, x_SD: jax.Array, dy_SD: jax.Array, **options) -> tuple:
+    """Output and all gradients."""
+    y_SD, pullback = jax.vjp(partial(layer, **options), params, x_SD)
+    return y_SD, pullback(dy_SD)
+
+
+def draw(tokens: int, dtype=jnp.bfloat16) -> tuple[dict, jax.Array, jax.Array]:
+    """Random parameters, input and cotangent; the values are bfloat16's whatever the dtype."""
+    shapes = {
+        "router": (D, E),
+        "down": (D, L),
+        "up": (L, D),
+        "w_gate": (E, L, F),
+        "w_up": (E, L, F),
+        "w_down": (E, F, L),
+        "shared_gate": (D, H),
+        "shared_up": (D, H),
+        "shared_down": (H, D),
+    }
+    keys = dict(zip((*shapes, "x", "dy"), jax.random.split(jax.random.key(0), len(shapes) + 2), strict=True))
+    params = {name: jax.random.normal(keys[name], shape, jnp.bfloat16) * shape[-2] ** -0.5 for name, shape in shapes.items()}
+    x_SD, dy_SD = (jax.random.normal(keys[name], (tokens, D), jnp.bfloat16) for name in ("x", "dy"))
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(dtype), (params, x_SD, dy_SD))
+
+
+def check(tokens: int) -> dict[str, dict]:
+    """Relative L2 of the layer's output and gradients in bfloat16, ours and XLA's, against the XLA form in float32."""
+    run = jax.jit(gradients, static_argnames=("implementation", "experts"))  # XLA's form in bfloat16 stands beside ours
+    with jax.default_matmul_precision("highest"):
+        y_SD, (d_params, dx_SD) = run(*draw(tokens, jnp.float32), implementation="xla", experts=separate_experts)
+    expected = {"y": y_SD, "x": dx_SD, **d_params}
+    found: dict = {}
+    for implementation in ("hopper", "xla"):
+        experts = routed_experts if implementation == "hopper" else separate_experts
+        first, second = (run(*draw(tokens), implementation=implementation, experts=experts) for _ in range(2))
+        leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+        errors = {"same_bits": all(bool(jnp.array_equal(a, b)) for a, b in leaves)}
+        y_SD, (d_params, dx_SD) = first
+        for name, value in {"y": y_SD, "x": dx_SD, **d_params}.items():
+            actual, wanted = np.asarray(value, np.float64), np.asarray(expected[name], np.float64)
+            errors[name] = round(float(np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)), 5)
+        found[implementation] = errors
+    return found
+
+
+def flops() -> tuple[float, float]:
+    """(of the matmuls but the router, of the router), forward and backward."""
+    dense, experts, shared = 2 * S * D * L * 2, 2 * S * K * L * F * 3, 2 * S * D * H * 3
+    return 3.0 * (dense + experts + shared), 3.0 * 2 * S * D * E
+
+
+def parts() -> dict[str, tuple[Callable, Callable[[], tuple], float]]:
+    """What a layer does beside its matmuls, and the grouped ones: (function, its arguments, bytes it must move or FLOPs it must do)."""
+    key, M = jax.random.key(1), S * K
+    normal, uniform = partial(jax.random.normal, key, dtype=jnp.bfloat16), partial(jax.random.uniform, key)
+
+    def ids():
+        return lax.top_k(uniform((S, E)), K)[1]
+
+    def sort(ids_Sk):
+        return sort_by_expert(ids_Sk, E)
+
+    def activate(both_MG, weight_M):
+        gate, up = (half.astype(jnp.float32) for half in (both_MG[:, :F], both_MG[:, F:]))
+        return (situ_glu(gate, up) * weight_M[:, None]).astype(jnp.bfloat16)
+
+    def activate_backward(both_MG, weight_M, d_hidden_MF):
+        return jax.vjp(activate, both_MG, weight_M)[1](d_hidden_MF)
+
+    def matmul(rows, matrices, sizes):
+        return grouped_matmul(rows, matrices, sizes, implementation="hopper")
+
+    def matmul_backward(rows, matrices, sizes, d):
+        return jax.vjp(lambda r, w: matmul(r, w, sizes), rows, matrices)[1](d)
+
+    def score(x, w):
+        return jnp.einsum("sd,de->se", x.astype(jnp.float32), w, precision=lax.Precision.HIGHEST)
+
+    def weigh(rows_ML, weight_M, order_M):
+        return combine(rows_ML, weight_M.reshape(S, K), order_M)
+
+    def counts_arguments():
+        return jax.nn.sigmoid(jax.random.normal(key, (S, 896))), uniform((S,)), jnp.ones(S, bool), jnp.float32(-1.0), jnp.float32(2e-3)
+
+    row, work = 2.0 * M, 2.0 * M * L * 2 * F
+    return {
+        "router product": (score, lambda: (normal((S, D)), uniform((D, E))), 2.0 * S * D * E),
+        "top k": (lambda scores_SE: lax.top_k(scores_SE, K), lambda: (uniform((S, E)),), 4.0 * S * E),
+        "sort": (sort, lambda: (ids(),), 8.0 * M),
+        "permute": (lambda z, order: permute(z, order, K), lambda: (normal((S, L)), sort(ids())[0]), row * L + 2.0 * S * L),
+        "gate and up": (matmul, lambda: (normal((M, L)), normal((E, L, 2 * F)), sort(ids())[1]), work),
+        "gate and up, backward": (
+            matmul_backward,
+            lambda: (normal((M, L)), normal((E, L, 2 * F)), sort(ids())[1], normal((M, 2 * F))),
+            2 * work,
+        ),
+        "activation with weights": (activate, lambda: (normal((M, 2 * F)), uniform((M,))), row * 3 * F),
+        "activation, backward": (activate_backward, lambda: (normal((M, 2 * F)), uniform((M,)), normal((M, F))), row * 5 * F),
+        "sum of choices": (lambda r, order: sum_choices(r, order, K), lambda: (normal((M, L)), sort(ids())[0]), row * L + 4.0 * S * L),
+        "weighted combine": (weigh, lambda: (normal((M, L)), uniform((M,)), sort(ids())[0]), row * L + 4.0 * S * L),
+        "histogram of 896 experts": (partial(router_histogram, bins=1000), counts_arguments, 4.0 * S * 896),
+    }
+
+
+LAYERS = {"layer": routed_experts, "layer, nothing fused": separate_experts}
+
+
+def measure(name: str, tokens: int) -> dict:
+    """One job: "check", a layer or a part."""
+    if name == "check":
+        return {"name": name, "relative_l2": check(tokens)}
+    if name in LAYERS:
+        function, args = partial(gradients, implementation="hopper", experts=LAYERS[name]), draw(S)
+    else:
+        function, arguments, work = parts()[name]
+        args = arguments()
+    calls = 10 if name in LAYERS else 200
+    program = repeated(function, calls, False).lower(*args).compile()
+    seconds = windows(lambda: jax.block_until_ready(program(*args)), calls)
+    row = {"name": name, "ms": round(seconds[1] * 1e3, 4), "spread_ms": [round(s * 1e3, 4) for s in seconds]}
+    if name in LAYERS:
+        matmul_flops, router_flops = flops()
+        bound = matmul_flops / RATE + router_flops / ROUTER_RATE
+        row |= {"matmuls_at_700_ms": round(bound * 1e3, 3), "ratio": round(seconds[1] / bound, 3)}
+        return {**row, "temp_bytes": int(program.memory_analysis().temp_size_in_bytes)}
+    unit = "tflops" if "gate and up" in name or "product" in name else "tb_per_s"
+    return {**row, unit: round(work / seconds[1] / 1e12, 3)}
+
+
+def main() -> None:
+    """Runs every job in a process, prints the rows and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=None, help="JSON file to write")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the layer that is compared with the XLA form")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which measurements are given up")
+    parser.add_argument("--job", default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.job is not None:
+        print("RESULT " + json.dumps(measure(arguments.job, arguments.tokens)), flush=True)
+        return
+    names = ("check", *LAYERS, *parts())
+    command = [sys.executable, __file__, "--tokens", str(arguments.tokens), "--job"]
+    rows = []
+    for name, text in zip(names, run_all([[*command, name] for name in names], arguments.limit), strict=True):
+        row = result_in(text)
+        rows += [row] if row else []
+        print(json.dumps(row) if row else f"{name}: no result. {text[-600:]}", flush=True)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The token-parallel half of KDA's backward pass on Hopper: gradients of the raw inputs of a chunk.
+
+Legend: B batch, T tokens, H heads, N chunks, C = 64 tokens of a chunk, K = 128 key channels, V = 128 value channels.
+
+In the notation of `prepare` and `recurrence`, with S the state before the chunk and D the gradient of the one after it:
+
+    dA = tril(dO U^T)     dP = -tril(dR U^T, -1), where L = diag(beta) P     dQg = dO S^T     dKg = -dR S^T     dKd = U D^T
+    dq_i = sum_j dA_ij k_j 2^(G_i - G_j) + 2^G_i dQg_i
+    dk_i = sum_j dP_ij k_j 2^(G_i - G_j) + 2^G_i dKg_i                                       (rows)
+         + sum_m (dA_mi q_m + dP_mi k_m) 2^(G_m - G_i) + 2^(G_last - G_i) dKd_i              (columns)
+
+A decay's logarithm gets the rows' k dk and q dq of its token and the later ones, less the pairs' columns' k dk; the columns' last term of
+the earlier tokens; and decay times the diagonal of S D^T. Exponents and references are those of `prepare`.
+
+Two warpgroups share a chunk: the first makes dA, the second dP, and each takes 64 of the key channels from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kda.hopper.mma import COLUMN, ROW, WGMMA, matmuls, tile, zeros
+from pallas_kernels.kda.hopper.prepare import (
+    BLOCKS,
+    CHUNK,
+    HALF,
+    L2_EPSILON,
+    WIDTH,
+    columns_of,
+    interval_signs,
+    rows_of,
+    sum_of_rows,
+    vector,
+)
+
+
+
+def _body(
+    q_ref, k_ref, gate_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, sums_ref,
+    u_ref, d_r_ref, d_o_ref, states_ref, d_states_ref, decay_ref,
+    d_q_ref, d_k_ref, d_gate_ref, d_beta_ref,
+    k_s, q_s, gate_union, u_s, left_s, state_union, pairs_s, signs_s, sums_s, row_sums_s, decay_s, loaded, constants, joined,
+    *, num_chunks: int, num_heads: int, num_items: int, items_each: int, bound: float, scale: float, packed: bool,
+    interpret: bool,
+):  # fmt: skip
+    wg = lax.axis_index("wg")
+    start = lax.axis_index("blocks") * items_each
+    end = jnp.minimum(start + items_each, num_items)
+    mine, square = pl.ds(wg * HALF, HALF), (CHUNK, CHUNK)
+    raw_s, g_s = gate_union
+    (before_s, after_s), scratch_s = state_union
+
+    def place(item):
+        return lax.rem(item, num_chunks), lax.rem(lax.div(item, num_chunks), num_heads), lax.div(item, num_chunks * num_heads)
+
+    def put(ref, value):
+        ref[...] = value.astype(jnp.bfloat16)
+
+    def rounded(value):
+        return lax.optimization_barrier(value.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    def scratch(number):
+        return scratch_s.at[4 * wg + number]
+
+    def at(number):
+        """A traced index: among traced ones, a literal of an operand does not lower."""
+        return wg * 0 + number
+
+    def meet(number):
+        plgpu.barrier_arrive(joined.at[number])
+        plgpu.barrier_wait(joined.at[number])
+
+    def fetch(item):
+        n, h, b = place(item)
+        tokens = pl.ds(n * CHUNK, CHUNK)
+        for ref, target in ((states_ref, before_s), (d_states_ref, after_s)):
+            plgpu.copy_gmem_to_smem(ref.at[b, h, n], target, loaded)
+        for ref, target in ((d_o_ref, left_s.at[0]), (d_r_ref, left_s.at[1]), (u_ref, u_s), (k_ref, k_s), (q_ref, q_s), (gate_ref, raw_s)):
+            plgpu.copy_gmem_to_smem(ref.at[b, tokens, h], target, loaded)
+
+    @pl.when(wg == 0)
+    def _start():
+        plgpu.copy_gmem_to_smem(signs_ref, signs_s, constants)
+        plgpu.copy_gmem_to_smem(sums_ref, sums_s, constants)
+        fetch(start)
+
+    plgpu.barrier_wait(constants)
+    reference_signs, far_signs, start_signs, end_signs = (signs_s.at[CHUNK * i : CHUNK * (i + 1)] for i in range(4))
+    rows = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=WGMMA)
+    columns = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=WGMMA)
+
+    def chunk(item, _):
+        n, h, b = place(item)
+        tokens = pl.ds(n * CHUNK, CHUNK)
+        keep = columns + wg <= rows
+        if packed:
+            run_row, run_column = vector(run_ref.at[b, tokens], ROW), vector(run_again_ref.at[b, tokens], COLUMN)
+            first, last = edge_ref[b, 0, n], edge_ref[b, 1, n]
+            real_row = run_row >= 0
+            run_row = jnp.where(real_row, run_row, -1 - run_row)
+            run_column = jnp.where(run_column >= 0, run_column, -1 - run_column)
+            same = rows_of(run_row, square) == columns_of(run_column, square)
+            keep = keep & same & rows_of(real_row, square)
+
+            @pl.when(wg == 0)
+            def _sums():
+                put(sums_s, jnp.where(same & (columns >= rows), 1.0, 0.0))
+
+        plgpu.barrier_wait(loaded)
+
+        # What needs S and D.
+        [pairs] = matmuls([(zeros(*square), [(left_s.at[wg], u_s.transpose((1, 0)))])], interpret)
+        put(pairs_s.at[wg], jnp.where(keep, pairs * jnp.where(wg == 0, 1.0, -1.0), 0.0))
+        products = [(left_s.at[at(0)], before_s), (left_s.at[at(1)], before_s), (u_s, after_s)]
+        products = matmuls([(zeros(*square), [(left, right.at[:, mine])]) for left, right in products], interpret)
+        d_q_grown, d_k_grown, d_k_left = (x.astype(jnp.bfloat16) for x in products)
+
+        def half(ref):
+            return plgpu.load(ref.at[:, mine], layout=WGMMA).astype(jnp.float32)
+
+        def columns_by_rows(ref):
+            return plgpu.load(ref.transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
+
+        diagonal = 0.0
+        for i in range(2):
+            values = pl.ds(i * HALF, HALF)
+            diagonal = diagonal + sum_of_rows(columns_by_rows(before_s.at[values, mine]) * columns_by_rows(after_s.at[values, mine]))
+        decay_s.at[wg][...] = diagonal * vector(decay_ref.at[b, h, n, mine], ROW)
+        k, q = half(k_s), half(q_s)
+        for number, product in enumerate((k * k, q * q, half(u_s) * half(left_s.at[1]))):
+            row_sums_s.at[2 * number + wg][...] = sum_of_rows(product)
+        raw = half(raw_s)
+        slope, shift = vector(slope_ref.at[h, mine], COLUMN), vector(shift_ref.at[h, mine], COLUMN)
+        odds = jnp.exp2(jnp.minimum(raw * columns_of(slope, square) + columns_of(shift, square), 100.0))
+        root = lax.rsqrt(1.0 + odds)
+        opened = root * root
+        g = opened * (bound * math.log2(math.e))
+        steep = opened * opened * odds
+        if packed:
+            real = rows_of(jnp.where(real_row, 1.0, 0.0), square)
+            g, steep = g * real, steep * real
+        g_s.at[:, mine][...] = g.astype(jnp.float16)
+        steep = steep.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        meet(0)
+
+        def total(number):
+            return plgpu.load(row_sums_s.at[2 * number], layout=ROW) + plgpu.load(row_sums_s.at[2 * number + 1], layout=ROW)
+
+        @pl.when(wg == 0)
+        def _beta():
+            d_beta_ref.at[b, h, tokens][...] = total(2)
+
+        k_scale, q_scale = lax.rsqrt(total(0) + L2_EPSILON), lax.rsqrt(total(1) + L2_EPSILON) * scale
+
+        def key():
+            return half(k_s) * rows_of(k_scale, square)
+
+        def query():
+            return half(q_s) * rows_of(q_scale, square)
+
+        def exponents(signs):
+            return zeros(*square), [(signs, g_s.at[:, mine])]
+
+        relative, far = matmuls([exponents(reference_signs), exponents(far_signs)], interpret)
+        early = rows < 32
+        k, up = key(), jnp.exp2(relative)
+        put(scratch(0), k * jnp.exp2(-relative))
+        put(scratch(1), k * jnp.exp2(far))
+        put(scratch(2), jnp.where(early, query() * up, 0.0))
+        put(scratch(3), jnp.where(early, k * up, 0.0))
+        plgpu.commit_smem()
+
+        # Rows. Those of the first half meet `near` only, as their later columns are zero; those of the second half meet `far`.
+        def row_products(i):
+            return [(zeros(*square), [(pairs_s.at[at(i)], scratch(right))]) for right in (0, 1)]
+
+        near, far, grown = matmuls([*row_products(0), exponents(start_signs)], interpret)
+        grown = jnp.exp2(grown)
+        if packed:
+            grown = grown * rows_of(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
+        inside, entered = jnp.where(early, near, far), grown * d_q_grown.astype(jnp.float32)
+        q = query()
+        d_q = inside * up + entered
+        # The pairs' parts must cancel: rows and columns multiply the same rounded factors.
+        logs = rounded(q * up) * inside + q * entered
+        row_sums_s.at[wg + 6][...] = sum_of_rows(q * d_q)
+        d_q = d_q.astype(jnp.bfloat16)
+        near, far = matmuls(row_products(1), interpret)
+        inside, entered = jnp.where(early, near, far), grown * d_k_grown.astype(jnp.float32)
+        k = key()
+        logs = logs + rounded(k * up) * inside + k * entered
+        d_k = inside * up + entered
+
+        # Columns. Rows of the first half reach only its columns, by `near`; those of the second half all columns, by `far`.
+        def column_products(first):
+            return zeros(*square), [(pairs_s.at[at(i)].transpose((1, 0)), scratch(first + i)) for i in (0, 1)]
+
+        plgpu.commit_smem()  # every warp's product has read `near` and `far`
+        put(scratch(0), jnp.where(early, 0.0, query() * up))
+        put(scratch(1), jnp.where(early, 0.0, key() * up))
+        plgpu.commit_smem()
+        near, far = matmuls([column_products(2), column_products(0)], interpret)
+        relative, from_far = matmuls([exponents(reference_signs), exponents(far_signs)], interpret)
+        down, from_far, k = jnp.exp2(-relative), jnp.exp2(from_far), key()
+        logs = logs - rounded(k * down) * near - rounded(k * from_far) * far
+        d_k = d_k + down * near + from_far * far
+        [left] = matmuls([exponents(end_signs)], interpret)
+        left = jnp.exp2(left)
+        if packed:
+            left = left * rows_of(jnp.where(run_row == last, 1.0, 0.0), square)
+        ended = left * d_k_left.astype(jnp.float32)
+        d_k = d_k + ended
+        row_sums_s.at[wg + 8][...] = sum_of_rows(k * d_k)
+
+        # Sums over tokens, in two bf16 parts.
+        plgpu.commit_smem()  # every warp's product has read the scratch memory
+        ended = k * ended
+        for number, value in ((0, logs), (2, ended)):
+            high = lax.optimization_barrier(value.astype(jnp.bfloat16))
+            put(scratch(number), high)
+            put(scratch(number + 1), value - high.astype(jnp.float32))
+        plgpu.commit_smem()
+        init = columns_of(plgpu.load(decay_s.at[wg], layout=COLUMN), square) - ended  # earlier tokens only: without the token itself
+        signs = [sums_s, sums_s, sums_s.transpose((1, 0)), sums_s.transpose((1, 0))]
+        [d_g] = matmuls([(init, [(sign, scratch(i)) for i, sign in enumerate(signs)])], interpret)
+        d_gate = d_g * steep.astype(jnp.float32) * columns_of(vector(slope_ref.at[h, mine], COLUMN) * (-bound * math.log(2)), square)
+        meet(1)
+        put(left_s.at[0, :, mine], (d_q.astype(jnp.float32) - query() * rows_of(total(3) * scale**-2, square)) * rows_of(q_scale, square))
+        put(left_s.at[1, :, mine], (d_k - key() * rows_of(total(4), square)) * rows_of(k_scale, square))
+        put(u_s.at[:, mine], d_gate)
+        plgpu.commit_smem()
+        meet(2)
+
+        @pl.when(wg == 0)
+        def _store():
+            for source, ref in ((left_s.at[0], d_q_ref), (left_s.at[1], d_k_ref), (u_s, d_gate_ref)):
+                plgpu.copy_smem_to_gmem(source, ref.at[b, tokens, h])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(item + 1 < end)
+            def _next():
+                fetch(item + 1)
+
+    lax.fori_loop(start, end, chunk, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def input_gradients(
+    q_BTHK, k_BTHK, gate_BTHK, slope_HK, shift_HK, runs, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay,
+    *, lower_bound: float, scale: float, interpret=None,
+):  # fmt: skip
+    """Gradients of q, k and gate (bf16, like them), and per token the sum of dR U, [B, H, T] in FP32.
+
+    That sum times (1 - beta) / beta is the gradient of beta's logit. `states`, `d_states` [B, H, N, V, K] come from `recurrence`
+    and `reverse_recurrence`, `decay` [B, H, N, K] from `prepare`, as `slope`, `shift` and `runs` go there.
+    """
+    batch, num_tokens, num_heads, _ = q_BTHK.shape
+    num_chunks = num_tokens // CHUNK
+    packed = runs is not None
+    if not packed:
+        runs = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, 2, 1), jnp.int32)
+    bf16, fp16 = jnp.bfloat16, jnp.float16
+    num_items = num_chunks * num_heads * batch
+    items_each = -(-num_items // BLOCKS)
+    body = functools.partial(
+        _body,
+        num_chunks=num_chunks,
+        num_heads=num_heads,
+        num_items=num_items,
+        items_each=items_each,
+        bound=lower_bound,
+        scale=scale,
+        packed=packed,
+        interpret=interpret is not None,
+    )
+    chunk, square = (CHUNK, WIDTH), (CHUNK, CHUNK)
+    like_inputs = jax.ShapeDtypeStruct(q_BTHK.shape, bf16)
+    kernel = plgpu.kernel(
+        body,
+        out_type=(like_inputs, like_inputs, like_inputs, jax.ShapeDtypeStruct((batch, num_heads, num_tokens), jnp.float32)),
+        scratch_types=(
+            tile(chunk, bf16),
+            tile(chunk, bf16),
+            plgpu.RefUnion(tile(chunk, bf16), tile(chunk, fp16)),
+            tile(chunk, bf16),
+            tile((2, *chunk), bf16),
+            plgpu.RefUnion((tile((WIDTH, WIDTH), bf16), tile((WIDTH, WIDTH), bf16)), tile((8, *square), bf16)),
+            tile((2, *square), bf16),
+            tile((4 * CHUNK, CHUNK), fp16),
+            tile(square, bf16),
+            plgpu.SMEM((10, CHUNK), jnp.float32),
+            plgpu.SMEM((2, HALF), jnp.float32),
+            plgpu.Barrier(num_arrivals=8),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=3),
+        ),
+        grid=(-(-num_items // items_each),),
+        grid_names=("blocks",),
+        num_threads=2,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+    run_BT, edge_B2N = runs
+    constants = jnp.asarray(interval_signs(), fp16), jnp.triu(jnp.ones(square, bf16))
+    # Vectors needed along rows and along columns come in twice: one load in two layouts has no solution for the compiler.
+    given = q_BTHK, k_BTHK, gate_BTHK, run_BT, run_BT, edge_B2N, slope_HK, shift_HK, *constants
+    return kernel(*given, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay)
