@@ -216,6 +216,8 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     qk_clip: float | None = 100.0
     """Largest attention logit that a head may reach before its query and key weights are scaled down; None: no limit."""
+    quantile_momentum: float = 0.0
+    """Share of the old router bias that stays under `model.moe.balancing = quantile`: smooths over steps of few tokens (report App. D)."""
     sign_balance_rate: float = 1e-3
     """Step of the router bias under `model.moe.balancing = sign`."""
     max_skipped_steps: int = 10
@@ -290,7 +292,7 @@ class Experiment:
 
 MAY_BE_ZERO = {
     "num_dense_layers", "weight_decay", "warmup_fraction", "decay_fraction", "final_fraction", "num_shared_experts", "seed", "momentum",
-    "sign_balance_rate",
+    "quantile_momentum", "sign_balance_rate",
 }  # fmt: skip
 MAY_BE_NEGATIVE = {"gate_lower_bound"}
 MAX_SEED = 2**32 - 1  # what a random key of 32-bit words takes
@@ -348,6 +350,7 @@ def _broken_rules(experiment: Experiment) -> Iterator[str]:
         ("optimizer.adamw.beta1", optimizer.adamw.beta1),
         ("optimizer.adamw.beta2", optimizer.adamw.beta2),
         ("optimizer.muon.momentum", optimizer.muon.momentum),
+        ("optimizer.quantile_momentum", optimizer.quantile_momentum),
     ):
         if value >= 1.0:
             yield f"{path} = {value}: must be below 1"

@@ -77,9 +77,10 @@ def _place(path: Path, absolute: Path, error: BaseException) -> str:
 def check_names(experiment: Experiment, overrides: Sequence[str]) -> None:
     """Raises on a field that does not exist, with the nearest that do."""
     fields = list(_fields(Experiment))
+    switches = {f"{folder}{dot}no_{last}" for folder, dot, last in (field.rpartition(".") for field in fields)}  # --logging.no-tensorboard
     for argument in overrides:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
-        if not argument.startswith("--") or name in {"help", *fields}:
+        if not argument.startswith("--") or name in {"help", *fields, *switches}:
             continue
         raise UserError(f"unknown field {argument.partition('=')[0]}" + _suggestion(name, fields))
 

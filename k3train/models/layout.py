@@ -15,8 +15,7 @@ import jax
 import pallas_kernels.kda
 from k3train.models.attention import causal_attention
 from k3train.models.short_conv import short_conv
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.moe_dispatch import combine, permute, router_histogram, sort_by_expert
+from pallas_kernels.moe_dispatch import routed_experts, router_histogram
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -113,12 +112,12 @@ class LocalLayout:
 
     def experts(self, z_BTL, expert_ids_BTk, weights_BTk, w_gate_ELF, w_up_ELF, w_down_EFL, *, activation):
         """See `Layout.experts`."""
-        (batch, tokens, latent), (num_experts, active) = z_BTL.shape, (w_gate_ELF.shape[0], expert_ids_BTk.shape[-1])
-        order_M, sizes_E = sort_by_expert(expert_ids_BTk.reshape(-1, active), num_experts)
-        z_ML = permute(z_BTL.reshape(-1, latent), order_M, active)
-        hidden_MF = activation(grouped_matmul(z_ML, w_gate_ELF, sizes_E), grouped_matmul(z_ML, w_up_ELF, sizes_E))
-        y_ML = grouped_matmul(hidden_MF, w_down_EFL, sizes_E)
-        return combine(y_ML, weights_BTk.reshape(-1, active), order_M).reshape(batch, tokens, latent)
+        latent, active = z_BTL.shape[-1], expert_ids_BTk.shape[-1]
+        u_SL = routed_experts(
+            z_BTL.reshape(-1, latent), expert_ids_BTk.reshape(-1, active), weights_BTk.reshape(-1, active),
+            w_gate_ELF, w_up_ELF, w_down_EFL, activation=activation,
+        )  # fmt: skip
+        return u_SL.reshape(z_BTL.shape)
 
     def top_k(self, x_BTE, k):
         """See `Layout.top_k`."""

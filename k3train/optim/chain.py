@@ -57,7 +57,7 @@ def build_optimizer(
         MUON_PER_HEAD: muon(per_head=True),
         ADAMW: adamw(config.adamw.weight_decay),
         ADAMW_NO_DECAY: adamw(0.0),
-        BALANCE: balance(balancing, config.sign_balance_rate),
+        BALANCE: balance(balancing, sign_rate=config.sign_balance_rate, quantile_momentum=config.quantile_momentum),
     }
     links = [clip_by_global_norm(config.clip_norm), optax.partition(updates, labels(axes, config))]
     if config.qk_clip is not None:

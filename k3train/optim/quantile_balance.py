@@ -71,11 +71,12 @@ def sign_step(load_E: jax.Array, rate: float) -> jax.Array:
     return rate * jnp.sign((whole - load_E) + part)
 
 
-def balance(balancing: Balancing, sign_rate: float) -> optax.GradientTransformationExtraArgs:
+def balance(balancing: Balancing, *, sign_rate: float, quantile_momentum: float = 0.0) -> optax.GradientTransformationExtraArgs:
     """The update of router biases, to be added to the bias as it is; gradients are ignored.
 
     Its `update` takes `histograms` and `loads`, dicts from a bias's path to int32 [..., E, N] and [..., E] of the whole optimizer step.
-    `quantile` replaces the bias by `solve`, `sign` moves it by `sign_step`, `none` leaves it, as does an absent path.
+    `quantile` replaces the bias by `solve`, save for the share `quantile_momentum`, which makes it a moving average of the solutions (the
+    refinement that report App. D mentions); `sign` moves it by `sign_step`; `none` leaves it, as does an absent path.
     """
 
     def init(params: Any) -> optax.EmptyState:
@@ -97,7 +98,7 @@ def balance(balancing: Balancing, sign_rate: float) -> optax.GradientTransformat
 
         def step(path: Path, grad: jax.Array, bias_E: jax.Array) -> jax.Array:
             if balancing == "quantile" and path in histograms:
-                return solve(histograms[path], bias_E, loads[path]) - bias_E
+                return (1.0 - quantile_momentum) * (solve(histograms[path], bias_E, loads[path]) - bias_E)
             if balancing == "sign" and path in loads:
                 return sign_step(loads[path], sign_rate).astype(bias_E.dtype)
             return jnp.zeros_like(grad)

@@ -49,12 +49,14 @@ def build_report(config: ModelConfig, qk_clip: float | None) -> Callable[[Aux, T
 def rms_by_module(tree: Tree, config: ModelConfig) -> dict[str, jax.Array]:
     """Root mean square of a tree shaped like the parameters, by module: [L] for the layers' modules, a scalar for the others.
 
-    A module is a layer's part such as `mixer` or `ffn_norm`; a layer without it has 0.
+    A module is a layer's part such as `mixer` or `ffn_norm`; a layer without it has 0. Router biases, which get no gradient, are left out.
     """
     groups = stacks.groups(config)
     squares: dict[tuple[str, ...], jax.Array] = {}  # of a module outside the layers, or of a stack's module [R]
     sizes: dict[tuple[str, ...], int] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if path_of(keys)[-1] == "router_bias":
+            continue
         path, values = path_of(keys), leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         stack = (path[3], path[1], path[2]) if path[0] == "groups" else (path[0],)
         dims = tuple(range(1 if path[0] == "groups" else 0, leaf.ndim))

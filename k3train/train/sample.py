@@ -9,7 +9,6 @@ from k3train.config import EvaluationConfig, ModelConfig
 from k3train.data.tokenizer import ByteTokenizer
 from k3train.inference.generate import stream
 from k3train.inference.sampling import Sampling
-from k3train.train.compile_cache import runs_briefly
 from k3train.train.state import Tree
 
 TEMPERATURE = 0.8
@@ -31,7 +30,6 @@ def sample(config: EvaluationConfig, model: ModelConfig, params: Tree, tokenizer
         sampling=Sampling(temperature=TEMPERATURE),
         stop_id=tokenizer.boundary_id,
         num_tokens=tokenizer.vocab_size,
-        compiler_options=runs_briefly(),
     )
     new_N = np.concatenate([piece_BN[0] for piece_BN in pieces])
     return config.sample_prompt + tokenizer.decode(new_N[new_N >= 0])

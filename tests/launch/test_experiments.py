@@ -44,6 +44,11 @@ def test_overrides_are_typed_and_take_dashes_and_underscores(tiny_experiment):
     assert (experiment.data.sources, experiment.seed) == (("a", "b"), 11)
 
 
+def test_a_switch_is_turned_off_by_its_negation(tiny_experiment):
+    assert not resolve(tiny_experiment, "--logging.no-tensorboard").logging.tensorboard
+    assert not resolve(tiny_experiment, "--logging.no_tensorboard", "--no-deterministic").logging.tensorboard
+
+
 def test_overridden_experiment_survives_json(tiny_experiment, tmp_path):
     experiment = resolve(tiny_experiment, "--optimizer.peak-lr", "3e-4", "--data.sources", "x", "--model.last-mixer", "kda")
     config_io.save(experiment, tmp_path / "config.json")

@@ -145,13 +145,15 @@ def test_the_update_replaces_the_bias():
     params = {"ffn": {"router_bias": bias}, "other": {"router_bias": bias}}
     grads = jax.tree.map(jnp.ones_like, params)
 
-    def update(balancing, histograms=None, loads=None) -> dict:
-        rule = balance(balancing, 0.25)
+    def update(balancing, histograms=None, loads=None, momentum=0.0) -> dict:
+        rule = balance(balancing, sign_rate=0.25, quantile_momentum=momentum)
         given = {"histograms": histograms or {BIAS: golden["histogram"]}, "loads": loads or {BIAS: golden["load"]}}
         return rule.update(grads, rule.init(params), params, **given)[0]
 
     quantile, sign, none = update("quantile"), update("sign"), update("none")
     np.testing.assert_allclose(bias + quantile["ffn"]["router_bias"], golden["new_bias"], atol=1e-6)
+    smoothed = update("quantile", momentum=0.75)["ffn"]["router_bias"]
+    np.testing.assert_allclose(bias + smoothed, 0.75 * bias + 0.25 * golden["new_bias"], atol=1e-6)
     np.testing.assert_array_equal(sign["ffn"]["router_bias"], 0.25 * np.sign(golden["target_load"] - golden["load"]))
     for updates in (quantile["other"], sign["other"], none["ffn"], none["other"]):
         np.testing.assert_array_equal(updates["router_bias"], 0.0)
