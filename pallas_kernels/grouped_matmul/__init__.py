@@ -85,8 +85,8 @@ def choose(x_MK: jax.Array, w_EKN: jax.Array) -> tuple[Implementation, str]:
             refusal = (
                 f"the Hopper kernels are verified from K and N = {_SMALLEST_VERIFIED} on, not at {w_EKN.shape[1]} and {w_EKN.shape[2]}"
             )
-        return ("xla", refusal) if refusal else ("hopper", "a Hopper GPU, bfloat16 and sizes that the kernels take")
-    return "xla", f"the platform is {platform}"
+        return ("xla", refusal) if refusal else ("hopper", "it is a Hopper GPU and the kernels take these arrays")
+    return "xla", "the kernels are for GPUs and TPUs"
 
 
 def _refusal(implementation: str, x_MK: jax.Array, w_EKN: jax.Array) -> str | None:
@@ -104,7 +104,7 @@ def _form(implementation: str | None, x_MK: jax.Array, w_EKN: jax.Array) -> Call
     """The form to run: the one asked for, else the one that `choose` names, which is logged."""
     if implementation is None:
         implementation, reason = choose(x_MK, w_EKN)
-        _log_once(implementation, reason, implementation == "xla" and target().platform != "cpu")
+        _log_once(target().platform, implementation, reason)
     if implementation == "xla":
         return reference.grouped_matmul
     if implementation not in ("hopper", "tpu"):
@@ -120,9 +120,9 @@ def _form(implementation: str | None, x_MK: jax.Array, w_EKN: jax.Array) -> Call
 
 
 @functools.cache
-def _log_once(implementation: str, reason: str, is_slow: bool) -> None:
-    level = logging.WARNING if is_slow else logging.INFO
-    logging.getLogger(__name__).log(level, "grouped_matmul runs in its %s form: %s", implementation, reason)
+def _log_once(platform: str, implementation: str, reason: str) -> None:
+    level = logging.WARNING if implementation == "xla" and platform != "cpu" else logging.INFO
+    logging.getLogger(__name__).log(level, "grouped_matmul on %s: %s, since %s", platform, implementation, reason)
 
 
 def _vary_together(*arrays: jax.Array) -> list[jax.Array]:

@@ -21,7 +21,7 @@ def refusal(x_MK: jax.Array, w_EKN: jax.Array) -> str | None:
     """Why the kernels do not take these arrays (only their shapes and dtypes are read), or None."""
     if x_MK.dtype.name not in ("bfloat16", "float32"):
         return f"rows and matrices must be bfloat16 or float32, not {x_MK.dtype}"
-    if smem_bytes(x_MK.shape[0], w_EKN.shape[0]) > SMEM_BYTES:
+    if smem_bytes(x_MK.shape[0], w_EKN.shape[0], x_MK.dtype.itemsize) > SMEM_BYTES:
         return f"the list of tiles of {x_MK.shape[0]} rows in {w_EKN.shape[0]} groups does not fit scalar memory"
     return None
 

@@ -88,14 +88,14 @@ def list_visits(group_sizes_E: jax.Array, num_rows: int, tile_rows: int, *, for_
     return Visits(group_V, jnp.minimum(tile_V, num_tiles - 1), start_G1, jnp.stack([last_group, last_tile]), done_G[-1])
 
 
-def smem_bytes(num_rows: int, num_groups: int) -> int:
+def smem_bytes(num_rows: int, num_groups: int, itemsize: int) -> int:
     """Scalar memory that the longer list takes."""
-    return 4 * (2 * (pl.cdiv(num_rows, row_tile(num_rows)) + num_groups) + num_groups + 4)
+    return 4 * (2 * (pl.cdiv(num_rows, row_tile(num_rows, itemsize)) + num_groups) + num_groups + 4)
 
 
-def row_tile(num_rows: int) -> int:
-    """Rows of a tile: as many as pay, or all of few."""
-    return min(TILE_ROWS, pl.cdiv(num_rows, PART) * PART)
+def row_tile(num_rows: int, itemsize: int) -> int:
+    """Rows of a tile: as many as pay, or all of few. In float32 a product is six, so that code for more than a part is large."""
+    return min(TILE_ROWS if itemsize == 2 else PART, pl.cdiv(num_rows, PART) * PART)
 
 
 def for_chunks(size: int, body: Callable[[Any], None]) -> None:
@@ -118,10 +118,14 @@ class RowsTiles(NamedTuple):
     contracted: int
     features: int
 
-    def vmem_bytes(self, itemsize: int, steps: int) -> int:
-        """Rows, matrix and result in two buffers each, a chunk's product in float32, and the sum if contracted in steps."""
+    def vmem_bytes(self, itemsize: int, contracted: int) -> int:
+        """Rows, matrix and result in two buffers each, and a chunk's product in float32.
+
+        If contracted in steps also the sum; if the last step is ragged also its operands in float32, where they are masked.
+        """
         m, c, f = self
-        return 2 * itemsize * (m * c + c * f + m * f) + 4 * m * min(f, CHUNK) + (4 * m * f if steps > 1 else 0)
+        buffers, product = 2 * itemsize * (m * c + c * f + m * f), 4 * m * min(f, CHUNK)
+        return buffers + product + 4 * m * f * (contracted > c) + 4 * c * (m + min(f, CHUNK)) * (contracted % c > 0)
 
 
 class WeightsTiles(NamedTuple):
@@ -142,21 +146,21 @@ def choose_rows_tiles(num_rows: int, contracted: int, features: int, itemsize: i
 
     A matrix that is contracted in steps is read again by every tile of rows.
     """
-    m, least = row_tile(num_rows), _pieces_at_least(features, chip.cores)
+    m, least = row_tile(num_rows, itemsize), _pieces_at_least(features, chip.cores)
     wide = min(4 * LANES, _piece(features, least))  # no narrower than this for the sake of contracting whole
     fitting = (
         tiles
         for steps in range(1, pl.cdiv(contracted, LANES) + 1)
         for pieces in range(least, pl.cdiv(features, LANES) + least, least)
         if (tiles := RowsTiles(m, _piece(contracted, steps), _piece(features, pieces))).features >= wide
-        and tiles.vmem_bytes(itemsize, steps) <= chip.for_tiles
+        and tiles.vmem_bytes(itemsize, contracted) <= chip.for_tiles
     )
     return next(fitting)
 
 
 def choose_weights_tiles(num_rows: int, k: int, n: int, itemsize: int, chip: Chip) -> WeightsTiles:
     """What reads the fewest bytes: x once for each tile across N, dy once for each tile across K."""
-    m, least = row_tile(num_rows), _pieces_at_least(k, chip.cores)
+    m, least = row_tile(num_rows, itemsize), _pieces_at_least(k, chip.cores)
     fitting = [
         (k * across_n + n * across_k, tiles)
         for across_k in range(least, pl.cdiv(k, LANES) + least, least)

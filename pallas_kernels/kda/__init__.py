@@ -1,7 +1,7 @@
 """Kimi Delta Attention: one function, several forms that agree in values and gradients.
 
-`recurrent` is the definition, `chunked` the XLA form to train with, `hopper` Mosaic GPU kernels with the chunked form's gradient,
-`tpu` Mosaic TPU kernels for both passes.
+`recurrent` is the definition, `chunked` the XLA form to train with, `hopper` Mosaic GPU kernels and `tpu` Mosaic TPU kernels
+for both passes.
  B batch, T tokens, H heads, K key channels, V value channels.
 """
 
@@ -61,7 +61,7 @@ def kda(
         initial_state_BHKV: state before the row's first document; zero if None.
         implementation: the form to use; None picks one and logs the choice once: `tpu` on TPUs for bf16 and float32 inputs, else
             `chunked`; inside a `shard_map` the mesh's devices count. `hopper` must be asked for: it needs JAX 0.11, a Hopper GPU,
-            bf16 inputs and widths up to 128, and its gradient computes the chunked form again.
+            bf16 inputs and widths up to 128; its gradient in the present form has only been interpreted.
 
     Returns:
         The output o_BTHV in v's dtype, and the last real document's final state [B, H, K, V] in float32 (float64 for float64 inputs).
@@ -120,7 +120,7 @@ def kda_transition(
 
 
 @functools.cache
-def _choose(platform: str, reason: str | None) -> Implementation:
+def _choose(platform: str, reason: str | None) -> Literal["chunked", "tpu"]:
     """The form for a platform; `reason` is why its kernels do not apply. Cached, so that each choice is logged once."""
     if platform == "tpu" and reason is None:
         _logger.info("KDA on tpu: Mosaic kernels")
@@ -132,7 +132,7 @@ def _choose(platform: str, reason: str | None) -> Implementation:
     return "chunked"
 
 
-def _choice(*arrays: jax.Array) -> Implementation:
+def _choice(*arrays: jax.Array) -> Literal["chunked", "tpu"]:
     platform = target().platform
     if platform != "tpu":
         return _choose(platform, None)

@@ -25,7 +25,7 @@ def kernels_vmem(compiled: Any) -> dict[str, int]:
     for line in compiled.as_text().splitlines():
         if 'custom_call_target="tpu_custom_call"' not in line:
             continue
-        name = re.search(r"%([A-Za-z_]\w*)", line)[1]
+        name = re.search(r"%(?:transpose_|jvp_)*(\w+?)_*[\s.]", line)[1]  # differentiation decorates names, numbers follow them
         used = re.search(r'"used_scoped_memory_configs":\[([^\]]*)\]', line)
         sizes = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', used[1]) if used else []
         kernels[name] = max(kernels.get(name, 0), *map(int, sizes), 0)

@@ -9,13 +9,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.tpu_rows import rows_matmul
+from pallas_kernels.grouped_matmul.tpu_tiles import PART, Chip, choose_rows_tiles, choose_weights_tiles, list_visits
 from pallas_kernels.grouped_matmul.tpu_weights import weights_gradient
-from tests.tpu.chips import VMEM, describe, kernels_vmem
+from tests.tpu.chips import MIB, VMEM, describe, kernels_vmem
 
 pytestmark = pytest.mark.aot
 
@@ -81,8 +83,55 @@ def test_chosen_by_itself_and_differentiated_at_odd_sizes(topology, mesh, dtype)
     assert names == {"grouped_matmul_rows", "grouped_matmul_rows_transposed", "grouped_matmul_weights"}, names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1000, 5, 30000, 300), (1000, 5, 200, 30000)])
 def test_matrices_too_large_for_a_tile_compile(topology, mesh, shape):
     """Contracted in steps with a ragged last one, in both directions, and many tiles of features."""
     for kernel in KERNELS:
         check_compiled(compile_on_every_device(KERNELS[kernel], mesh, *operands(kernel, shape, "bfloat16")), topology, shape)
+
+
+PEAKS = {"v5p": (459e12, 2.765e12), "v6e": (918e12, 1.64e12)}  # bf16 operations and HBM bytes a second of one device
+CHIPS = {"v5p": Chip(2, 64 * MIB), "v6e": Chip(1, 128 * MIB)}
+
+
+def changes(tiles_V):
+    """Blocks moved in a walk, where a block stays as long as its index does."""
+    return 1 + np.count_nonzero(np.diff(tiles_V))
+
+
+def count(kernel, shape, chip):
+    """(operations on the MXU, HBM bytes) of a bfloat16 kernel with groups of nearly one size, walked as its grid is."""
+    M, E, K, N = shape
+    sizes_E = np.diff(np.arange(E + 1) * M // E)
+    if kernel == "gradient to rows":
+        K, N = N, K
+    is_weights = kernel == "gradient to weights"
+    tiles = (choose_weights_tiles if is_weights else choose_rows_tiles)(M, K, N, 2, chip)
+    visits = jax.device_get(list_visits(jnp.asarray(sizes_E, jnp.int32), M, tiles.rows, for_rows=not is_weights))
+    group_V, tile_V = visits.group_V[: visits.count], visits.tile_V[: visits.count]
+    start_V, end_V = (np.clip(visits.start_G1[group_V + i] - tile_V * tiles.rows, 0, tiles.rows) for i in (0, 1))
+    multiplied = np.sum((-(-end_V // PART) - start_V // PART) * PART)
+    if is_weights:
+        across_k, across_n = -(-K // tiles.k), -(-N // tiles.n)
+        rows, blocks = changes(tile_V) * tiles.rows * (K * across_n + N * across_k), changes(group_V) * K * N
+    else:
+        rows = changes(tile_V) * tiles.rows * (K * -(-N // tiles.features) + N)
+        blocks = changes(group_V) * K * N
+    return 2 * multiplied * K * N, 2 * (rows + blocks)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("target", PEAKS)
+def test_bytes_moved_are_near_those_of_everything_once(target, name, kernel):
+    M, E, K, N = SHAPES[name]
+    operations, moved = count(kernel, SHAPES[name], CHIPS[target])
+    once, needed = 2 * (M * (K + N) + E * K * N), 2 * M * K * N
+    milliseconds = [1e3 * amount / peak for amount, peak in zip((operations, moved), PEAKS[target], strict=True)]
+    print(
+        f"{target} grouped matmul, {kernel}, {name}: MXU {operations / 1e12:.2f} TFLOP ({operations / needed:.2f} of what is needed), "
+        f"HBM {moved / 1e9:.2f} GB ({moved / once:.2f} of once), roofline {max(milliseconds):.2f} ms "
+        f"(MXU {milliseconds[0]:.2f}, HBM {milliseconds[1]:.2f})"
+    )
+    assert moved <= 1.5 * once

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-import os
 import re
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing is run, so processes may share it
 pytest.importorskip("libtpu", reason="needs libtpu: make test-tpu")
 
+from jax.experimental import pallas as pl  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding  # noqa: E402
 
+from pallas_kernels.kda import kda  # noqa: E402
 from pallas_kernels.kda.tpu import blocks, kda_tpu, transition_tpu  # noqa: E402
 from pallas_kernels.kda.tpu.backward import backward  # noqa: E402
-from pallas_kernels.kda.tpu.blocks import Geometry, moved_bytes, operand_specs  # noqa: E402
+from pallas_kernels.kda.tpu.blocks import Geometry, operand_specs  # noqa: E402
 from pallas_kernels.kda.tpu.chunk import Arithmetic  # noqa: E402
 from pallas_kernels.kda.tpu.forward import SPEC_NAMES, Operands, forward, present  # noqa: E402
+from tests.tpu.chips import VMEM, describe, kernels_vmem  # noqa: E402
 
 pytestmark = pytest.mark.aot
 
-MIB = 2**20
-# VMEM of one core.
-TOPOLOGIES = {"v5p:2x2x2": 64 * MIB, "v6e:4x4": 128 * MIB, "tpu7x:2x2x2": 64 * MIB}
 BF16, F32 = jnp.bfloat16, jnp.float32
 FULL = {"heads": 96, "tokens": 8192}
 
@@ -79,16 +78,6 @@ def compile_for(function, arguments):
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
-def vmem_bytes(g: Geometry, name: str, place: SingleDeviceSharding, monkeypatch: pytest.MonkeyPatch) -> int:
-    """VMEM that the compiler asks for: it says so when it is given too little."""
-    monkeypatch.setattr(blocks, "VMEM_LIMIT", MIB)
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        compile_for(*kernel(g, name, place))
-    monkeypatch.undo()
-    size, unit = re.search(r"allocation with size ([\d.]+)([KM])", str(caught.value)).groups()
-    return int(float(size) * (MIB if unit == "M" else 1024))
-
-
 def inputs_and_output_bytes(g: Geometry) -> int:
     """q, k, v, gate, beta, the two per-head vectors, documents and the initial state read once; output and final state written once."""
     operands, _ = abstract_operands(g, None)
@@ -96,10 +85,28 @@ def inputs_and_output_bytes(g: Geometry) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
+def fetches(spec: pl.BlockSpec, grid: Sequence[int]) -> int:
+    """How often the pipeline moves a block: once per change of its place along the grid's walk."""
+    count, before = 0, None
+    for step in range(math.prod(grid)):
+        index, rest = [], step
+        for size in reversed(grid):
+            rest, at = divmod(rest, size)
+            index.append(at)
+        place = tuple(int(i) for i in spec.index_map(*reversed(index)))
+        count, before = count + (place != before), place
+    return count
+
+
+def moved_bytes(specs: Sequence[tuple[pl.BlockSpec, jnp.dtype]], grid: Sequence[int]) -> int:
+    """HBM bytes of a kernel, counted from its block specs."""
+    return sum(fetches(spec, grid) * math.prod(spec.block_shape) * jnp.dtype(dtype).itemsize for spec, dtype in specs)
+
+
 def forward_bytes(g: Geometry, *, keep_states: bool) -> int:
     """HBM bytes of the forward kernel, from its block specs and the walk of its grid."""
     specs, (operands, _) = operand_specs(g, reverse=False), abstract_operands(g, None)
-    moved = [(specs[getattr(SPEC_NAMES, name)], getattr(operands, name).dtype) for name in present(Operands._fields, g)]
+    moved = [(specs[SPEC_NAMES[name]], getattr(operands, name).dtype) for name in present(Operands._fields, g)]
     moved += [(specs["value"], operands.v.dtype), (specs["state"], F32)]
     return moved_bytes(moved + [(specs["states"], F32)] * keep_states, g.grid)
 
@@ -110,27 +117,23 @@ def test_forward_moves_little_more_than_its_inputs_and_outputs(packed: bool) -> 
     once = inputs_and_output_bytes(g)
     for keep_states in (False, True):
         moved = forward_bytes(g, keep_states=keep_states)
-        print(f"\nforward, packed={packed}, keep_states={keep_states}: {moved / 1e6:.0f} MB moved, {moved / once:.3f} of once")
+        kept = ", keeping states" if keep_states else ""
+        print(f"KDA, forward, H=96 T=8192, packed={packed}{kept}: {moved / 1e6:.0f} MB moved, {moved / once:.3f} of everything once")
         assert moved <= 1.5 * once
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_kernels_compile_at_full_size(topology: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, g = sharding(topology), geometry(**FULL)
-    compiled = compile_for(*kernel(g, name, place))
-    memory = compiled.memory_analysis()
-    vmem = vmem_bytes(geometry(heads=8, tokens=512), name, place, monkeypatch)  # per block, so sizes do not matter
-    print(
-        f"\n{topology} KDA {name}, H=96 K=V=128 T=8192: code {memory.generated_code_size_in_bytes / 1e6:.2f} MB, VMEM {vmem / MIB:.1f} MiB, "
-        f"HBM arguments {memory.argument_size_in_bytes / 1e6:.0f} MB, results {memory.output_size_in_bytes / 1e6:.0f} MB, "
-        f"temporaries {memory.temp_size_in_bytes / 1e6:.1f} MB"
-    )
-    assert vmem <= blocks.VMEM_LIMIT <= TOPOLOGIES[topology]
+@pytest.mark.parametrize("topology", VMEM)
+def test_kernels_compile_at_full_size(topology: str, name: str) -> None:
+    g = geometry(**FULL)
+    compiled = compile_for(*kernel(g, name, sharding(topology)))
+    memory, (vmem,) = compiled.memory_analysis(), kernels_vmem(compiled).values()
+    print(describe(f"{topology} KDA, {name}, H=96 K=V=128 T=8192", compiled))
+    assert 0 < vmem <= blocks.VMEM_LIMIT <= VMEM[topology]
     assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
 
 
-def inputs(place: SingleDeviceSharding, batch: int, tokens: int, heads: int, key_width: int, value_width: int, dtype):
+def inputs(place: Sharding, batch: int, tokens: int, heads: int, key_width: int, value_width: int, dtype):
     def shape(*sizes: int, dtype=F32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
@@ -149,11 +152,12 @@ def test_function_and_gradient_compile_at_odd_sizes(topology: str, dtype) -> Non
 
     place = sharding(topology)
     ids = jax.ShapeDtypeStruct((2, 300), jnp.int32, sharding=place)
-    memory = compile_for(gradients, (ids, *inputs(place, 2, 300, 3, 64, 96, dtype))).memory_analysis()
-    print(f"\n{topology} KDA with gradient, odd sizes: code {memory.generated_code_size_in_bytes / 1e6:.2f} MB")
+    compiled = compile_for(gradients, (ids, *inputs(place, 2, 300, 3, 64, 96, dtype)))
+    print(describe(f"{topology} KDA with gradient, odd sizes, {dtype.__name__}", compiled))
+    assert 0 < max(kernels_vmem(compiled).values()) <= VMEM[topology]
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", VMEM)
 def test_transition_compiles_at_full_size(topology: str) -> None:
     def gradients(ids, *inputs):
         results, pull_back = jax.vjp(partial(transition_tpu, lower_bound=-5.0, segment_ids_BT=ids), *inputs)
@@ -161,8 +165,9 @@ def test_transition_compiles_at_full_size(topology: str) -> None:
 
     place = sharding(topology)
     ids = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=place)
-    memory = compile_for(gradients, (ids, *inputs(place, 1, 8192, 96, 128, 128, BF16)[1:])).memory_analysis()
-    print(f"\n{topology} KDA transition with gradient, H=96 T=8192: code {memory.generated_code_size_in_bytes / 1e6:.2f} MB")
+    compiled = compile_for(gradients, (ids, *inputs(place, 1, 8192, 96, 128, 128, BF16)[1:]))
+    print(describe(f"{topology} KDA, transition with gradient, H=96 K=V=128 T=8192", compiled))
+    assert 0 < max(kernels_vmem(compiled).values()) <= VMEM[topology]
 
 
 def test_projections_and_kernel_share_layouts() -> None:
@@ -180,3 +185,16 @@ def test_projections_and_kernel_share_layouts() -> None:
     text = compile_for(layer, (x, *[weight] * 5, beta, a_log, dt_bias)).as_text()
     copies = [line for line in text.splitlines() if re.search(r"= bf16\[1,1024,(8,128|1024)\]\S* (copy|transpose|reshape)\(", line)]
     assert not copies, copies
+
+
+def test_kernels_choose_themselves_inside_a_shard_map(topology: str, mesh) -> None:
+    """By the mesh's devices, not the process's."""
+    rows = NamedSharding(mesh, PartitionSpec("all"))
+    q, k, v, gate, beta, a_log, dt_bias = inputs(rows, mesh.size, 256, 4, 128, 128, BF16)
+    whole = NamedSharding(mesh, PartitionSpec())
+    a_log, dt_bias = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (a_log, dt_bias))
+    split, specs = PartitionSpec("all"), (PartitionSpec("all"),) * 5 + (PartitionSpec(),) * 2
+    run = jax.shard_map(partial(kda, lower_bound=-5.0), mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+    compiled = compile_for(run, (q, k, v, gate, beta, a_log, dt_bias))
+    assert [name for name in kernels_vmem(compiled) if "kda_forward" in name], compiled.as_text()[-2000:]
+    print(describe(f"{topology} KDA in a shard_map, {mesh.size} devices", compiled))

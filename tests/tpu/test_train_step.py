@@ -11,22 +11,24 @@ pytestmark = pytest.mark.aot
 
 
 def small_k3(num_devices: int) -> Experiment:
-    """Every mechanism of K3 at widths that fill lanes: four layers in two blocks, three of KDA, three of experts; two rows a device."""
+    """Every mechanism of K3 at widths that fill lanes: a layer of KDA and one of MLA with experts, a block each; two rows a device."""
     model = ModelConfig(
-        vocab_size=2048,
-        d_model=512,
-        num_layers=4,
-        dense_dim=1024,
-        attn_res_block_size=2,
-        kda=KDAConfig(num_heads=8, head_dim=128),
-        mla=MLAConfig(num_heads=8, q_lora_rank=256, kv_lora_rank=128, nope_head_dim=128, rope_head_dim=64, v_head_dim=128),
-        moe=MoEConfig(num_experts=32, experts_per_token=4, latent_dim=256, expert_dim=384, num_shared_experts=1),
+        vocab_size=512,
+        d_model=256,
+        num_layers=2,
+        mixer_pattern=("kda", "gated_mla"),
+        last_mixer=None,
+        dense_dim=512,
+        attn_res_block_size=1,
+        kda=KDAConfig(num_heads=2, head_dim=128),
+        mla=MLAConfig(num_heads=2, q_lora_rank=128, kv_lora_rank=128, nope_head_dim=128, rope_head_dim=64, v_head_dim=128),
+        moe=MoEConfig(num_experts=16, experts_per_token=4, latent_dim=128, expert_dim=128, num_shared_experts=1),
     )
     return Experiment(
         name="small_k3",
         model=model,
         mesh=MeshConfig(replica=2),
-        data=DataConfig(sources=("none",), sequence_length=512, batch_size=2 * num_devices),
+        data=DataConfig(sources=("none",), sequence_length=256, batch_size=2 * num_devices),
         schedule=ScheduleConfig(steps=10),
     )
 

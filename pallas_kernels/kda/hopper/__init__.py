@@ -1,4 +1,4 @@
-"""KDA on Hopper GPUs: Mosaic GPU kernels for the forward pass, XLA's chunk form for the backward pass.
+"""KDA on Hopper GPUs: Mosaic GPU kernels, forward and backward.
 
 Legend: B batch, T tokens, H heads, K key channels, V value channels. Needs JAX >= 0.11.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.chunked import kda_chunked
+from pallas_kernels.kda.hopper.backward import kda_backward
 from pallas_kernels.kda.hopper.forward import kda_forward
 from pallas_kernels.kda.hopper.prepare import WIDTH
 
@@ -52,7 +52,7 @@ def kda_hopper(
     """Kimi Delta Attention by Mosaic GPU kernels, report section 2.1 equations 1 to 6.
 
     Arguments and results as in `pallas_kernels.kda.kda`; q, k, v and gate are bfloat16 and K, V <= 128. The backward pass keeps the
-    inputs only and runs the chunk form's forward and backward. `interpret` is for tests without a GPU.
+    inputs only. `interpret` is for tests without a GPU.
 
     Raises:
         ValueError: the kernels do not take these dtypes or widths.
@@ -69,12 +69,8 @@ def kda_hopper(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(static, segment_ids_BT, *inputs):
-    return _call(partial(kda_forward, interpret=static.interpret), static, segment_ids_BT, inputs)
-
-
-def _call(form, static, segment_ids_BT, inputs):
     *rest, initial_state_BHKV = inputs
-    return form(*rest, lower_bound=static.lower_bound, segment_ids_BT=segment_ids_BT, initial_state_BHKV=initial_state_BHKV)
+    return kda_forward(*rest, initial_state_BHKV=initial_state_BHKV, segment_ids_BT=segment_ids_BT, **static._asdict())
 
 
 def _kda_forward(static, segment_ids_BT, *inputs):
@@ -83,8 +79,7 @@ def _kda_forward(static, segment_ids_BT, *inputs):
 
 def _kda_backward(static, residuals, cotangents):
     segment_ids_BT, inputs = residuals
-    _, pull_back = jax.vjp(lambda *inputs: _call(kda_chunked, static, segment_ids_BT, inputs), *inputs)
-    return None, *pull_back(cotangents)
+    return None, *kda_backward(*inputs, *cotangents, segment_ids_BT=segment_ids_BT, **static._asdict())
 
 
 _kda.defvjp(_kda_forward, _kda_backward)

@@ -41,9 +41,8 @@ from pallas_kernels.kda.hopper.prepare import (
 )
 
 
-
 def _body(
-    q_ref, k_ref, gate_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, sums_ref,
+    q_ref, k_ref, gate_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, sums_ref, zero_ref,
     u_ref, d_r_ref, d_o_ref, states_ref, d_states_ref, decay_ref,
     d_q_ref, d_k_ref, d_gate_ref, d_beta_ref,
     k_s, q_s, gate_union, u_s, left_s, state_union, pairs_s, signs_s, sums_s, row_sums_s, decay_s, loaded, constants, joined,
@@ -53,7 +52,7 @@ def _body(
     wg = lax.axis_index("wg")
     start = lax.axis_index("blocks") * items_each
     end = jnp.minimum(start + items_each, num_items)
-    mine, square = pl.ds(wg * HALF, HALF), (CHUNK, CHUNK)
+    square = (CHUNK, CHUNK)
     raw_s, g_s = gate_union
     (before_s, after_s), scratch_s = state_union
 
@@ -65,13 +64,6 @@ def _body(
 
     def rounded(value):
         return lax.optimization_barrier(value.astype(jnp.bfloat16)).astype(jnp.float32)
-
-    def scratch(number):
-        return scratch_s.at[4 * wg + number]
-
-    def at(number):
-        """A traced index: among traced ones, a literal of an operand does not lower."""
-        return wg * 0 + number
 
     def meet(number):
         plgpu.barrier_arrive(joined.at[number])
@@ -93,13 +85,27 @@ def _body(
 
     plgpu.barrier_wait(constants)
     reference_signs, far_signs, start_signs, end_signs = (signs_s.at[CHUNK * i : CHUNK * (i + 1)] for i in range(4))
-    rows = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=WGMMA)
-    columns = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=WGMMA)
+
+    def numbers(zero, layout):
+        return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) + zero
 
     def chunk(item, _):
         n, h, b = place(item)
         tokens = pl.ds(n * CHUNK, CHUNK)
-        keep = columns + wg <= rows
+        # Made with a zero that was just read, addresses, descriptors and masks are made here; else before the loop, and spilled.
+        zero = zero_ref[0]
+        own = wg + zero
+        mine = pl.ds(own * HALF, HALF)
+
+        def scratch(number):
+            return scratch_s.at[4 * own + number]
+
+        def at(number):
+            """A traced index: among traced ones, a literal of an operand does not lower."""
+            return zero + number
+
+        rows, columns = rows_of(numbers(zero, ROW), square), columns_of(numbers(zero, COLUMN) + wg, square)
+        keep = columns <= rows
         if packed:
             run_row, run_column = vector(run_ref.at[b, tokens], ROW), vector(run_again_ref.at[b, tokens], COLUMN)
             first, last = edge_ref[b, 0, n], edge_ref[b, 1, n]
@@ -116,14 +122,17 @@ def _body(
         plgpu.barrier_wait(loaded)
 
         # What needs S and D.
-        [pairs] = matmuls([(zeros(*square), [(left_s.at[wg], u_s.transpose((1, 0)))])], interpret)
-        put(pairs_s.at[wg], jnp.where(keep, pairs * jnp.where(wg == 0, 1.0, -1.0), 0.0))
+        [pairs] = matmuls([(zeros(*square), [(left_s.at[own], u_s.transpose((1, 0)))])], interpret)
+        put(pairs_s.at[own], jnp.where(keep, pairs * jnp.where(wg == 0, 1.0, -1.0), 0.0))
         products = [(left_s.at[at(0)], before_s), (left_s.at[at(1)], before_s), (u_s, after_s)]
         products = matmuls([(zeros(*square), [(left, right.at[:, mine])]) for left, right in products], interpret)
         d_q_grown, d_k_grown, d_k_left = (x.astype(jnp.bfloat16) for x in products)
 
+        def whole(ref):
+            return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
         def half(ref):
-            return plgpu.load(ref.at[:, mine], layout=WGMMA).astype(jnp.float32)
+            return whole(ref.at[:, mine])
 
         def columns_by_rows(ref):
             return plgpu.load(ref.transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
@@ -142,7 +151,7 @@ def _body(
         root = lax.rsqrt(1.0 + odds)
         opened = root * root
         g = opened * (bound * math.log2(math.e))
-        steep = opened * opened * odds
+        steep = opened * (opened * odds)  # in this order: the square alone can underflow
         if packed:
             real = rows_of(jnp.where(real_row, 1.0, 0.0), square)
             g, steep = g * real, steep * real
@@ -150,6 +159,10 @@ def _body(
         steep = steep.astype(jnp.bfloat16)
         plgpu.commit_smem()
         meet(0)
+        # U, dR and dO have been read; their places hold what would fill the registers.
+        grown_s, ended_s, steep_s = left_s.at[0, :, mine], left_s.at[1, :, mine], u_s.at[:, mine]
+        for ref, value in ((grown_s, d_k_grown), (ended_s, d_k_left), (steep_s, steep)):
+            ref[...] = value
 
         def total(number):
             return plgpu.load(row_sums_s.at[2 * number], layout=ROW) + plgpu.load(row_sums_s.at[2 * number + 1], layout=ROW)
@@ -169,11 +182,12 @@ def _body(
         def exponents(signs):
             return zeros(*square), [(signs, g_s.at[:, mine])]
 
-        relative, far = matmuls([exponents(reference_signs), exponents(far_signs)], interpret)
-        early = rows < 32
+        [far] = matmuls([exponents(far_signs)], interpret)
+        put(scratch(1), key() * jnp.exp2(far))
+        [relative] = matmuls([exponents(reference_signs)], interpret)
+        early = rows_of(numbers(zero, ROW) < 32, square)
         k, up = key(), jnp.exp2(relative)
         put(scratch(0), k * jnp.exp2(-relative))
-        put(scratch(1), k * jnp.exp2(far))
         put(scratch(2), jnp.where(early, query() * up, 0.0))
         put(scratch(3), jnp.where(early, k * up, 0.0))
         plgpu.commit_smem()
@@ -182,22 +196,24 @@ def _body(
         def row_products(i):
             return [(zeros(*square), [(pairs_s.at[at(i)], scratch(right))]) for right in (0, 1)]
 
-        near, far, grown = matmuls([*row_products(0), exponents(start_signs)], interpret)
+        near, far = matmuls(row_products(0), interpret)
+        inside = jnp.where(early, near, far)
+        [grown] = matmuls([exponents(start_signs)], interpret)
         grown = jnp.exp2(grown)
         if packed:
             grown = grown * rows_of(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
-        inside, entered = jnp.where(early, near, far), grown * d_q_grown.astype(jnp.float32)
-        q = query()
+        entered, q = grown * d_q_grown.astype(jnp.float32), query()
         d_q = inside * up + entered
         # The pairs' parts must cancel: rows and columns multiply the same rounded factors.
         logs = rounded(q * up) * inside + q * entered
         row_sums_s.at[wg + 6][...] = sum_of_rows(q * d_q)
         d_q = d_q.astype(jnp.bfloat16)
         near, far = matmuls(row_products(1), interpret)
-        inside, entered = jnp.where(early, near, far), grown * d_k_grown.astype(jnp.float32)
+        inside, entered = jnp.where(early, near, far), -grown * whole(grown_s)  # R has -Kg S
         k = key()
         logs = logs + rounded(k * up) * inside + k * entered
         d_k = inside * up + entered
+        grown_s[...] = d_q
 
         # Columns. Rows of the first half reach only its columns, by `near`; those of the second half all columns, by `far`.
         def column_products(first):
@@ -216,7 +232,7 @@ def _body(
         left = jnp.exp2(left)
         if packed:
             left = left * rows_of(jnp.where(run_row == last, 1.0, 0.0), square)
-        ended = left * d_k_left.astype(jnp.float32)
+        ended = left * whole(ended_s)
         d_k = d_k + ended
         row_sums_s.at[wg + 8][...] = sum_of_rows(k * d_k)
 
@@ -231,11 +247,11 @@ def _body(
         init = columns_of(plgpu.load(decay_s.at[wg], layout=COLUMN), square) - ended  # earlier tokens only: without the token itself
         signs = [sums_s, sums_s, sums_s.transpose((1, 0)), sums_s.transpose((1, 0))]
         [d_g] = matmuls([(init, [(sign, scratch(i)) for i, sign in enumerate(signs)])], interpret)
-        d_gate = d_g * steep.astype(jnp.float32) * columns_of(vector(slope_ref.at[h, mine], COLUMN) * (-bound * math.log(2)), square)
+        d_gate = d_g * whole(steep_s) * columns_of(vector(slope_ref.at[h, mine], COLUMN) * (-bound * math.log(2)), square)
         meet(1)
-        put(left_s.at[0, :, mine], (d_q.astype(jnp.float32) - query() * rows_of(total(3) * scale**-2, square)) * rows_of(q_scale, square))
-        put(left_s.at[1, :, mine], (d_k - key() * rows_of(total(4), square)) * rows_of(k_scale, square))
-        put(u_s.at[:, mine], d_gate)
+        put(grown_s, (whole(grown_s) - query() * rows_of(total(3) * scale**-2, square)) * rows_of(q_scale, square))
+        put(ended_s, (d_k - key() * rows_of(total(4), square)) * rows_of(k_scale, square))
+        put(steep_s, d_gate)
         plgpu.commit_smem()
         meet(2)
 
@@ -310,7 +326,7 @@ def input_gradients(
         interpret=interpret,
     )
     run_BT, edge_B2N = runs
-    constants = jnp.asarray(interval_signs(), fp16), jnp.triu(jnp.ones(square, bf16))
+    constants = jnp.asarray(interval_signs(), fp16), jnp.triu(jnp.ones(square, bf16)), jnp.zeros(1, jnp.int32)
     # Vectors needed along rows and along columns come in twice: one load in two layouts has no solution for the compiler.
     given = q_BTHK, k_BTHK, gate_BTHK, run_BT, run_BT, edge_B2N, slope_HK, shift_HK, *constants
     return kernel(*given, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay)

@@ -12,8 +12,8 @@ by at most 2^-12 of its logarithm, and every use sees the same rounded g. L and 
 reference in their middle, which keeps |exponent| <= 16 * 5 nats (2^115.4, inside bf16); pairs across the two halves use the later
 half's reference, where the columns' exponents are <= 0. Products above the diagonal may overflow; they are dropped by a select.
 
-A persistent block per multiprocessor, three warpgroups, each with chunks of its own: they never meet, so one computes while
-another waits.
+A persistent block per multiprocessor, two warpgroups, each with chunks of its own: they never meet, so one computes while the
+other waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK = 64
 WIDTH = 128
 HALF = 64  # channels that are worked on at once
 BLOCKS = 132  # persistent blocks: one for each multiprocessor of an H100 or H200
-WORKERS = 3  # warpgroups of a block
+WORKERS = 2  # warpgroups of a block: with three, a thread has 168 registers and spills
 LEVELS = 6  # doublings from diagonal blocks of one token to the chunk
 L2_EPSILON = 1e-6
 
@@ -109,9 +109,7 @@ def _body(
     start = (lax.axis_index("blocks") * WORKERS + wg) * items_each  # neighbours share a head, whose vectors stay in the cache
     end = jnp.minimum(start + items_each, num_items)
     square = (CHUNK, CHUNK)
-    k_s, q_s, kd_s, g_s = k_all.at[wg], q_all.at[wg], gate_union[0].at[wg], gate_union[1].at[wg]
-    near_s, p_s = (x.at[wg] for x in near_union)
-    far_s, x_s = (x.at[wg] for x in far_union)
+    k_s, q_s, kd_s, g_s, near_s, p_s, far_s, x_s = (x.at[wg] for x in (k_all, q_all, *gate_union, *near_union, *far_union))
 
     def place(item):
         return lax.rem(item, num_chunks), lax.rem(lax.div(item, num_chunks), num_heads), lax.div(item, num_chunks * num_heads)
@@ -262,8 +260,8 @@ def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_HK, shift_HK, runs, *, lo
 
     kg (negated), qg, kd [C, K]; ax [3, C, C]: A, X, and what X's rounding to bf16 left; decay [K].
 
-    `beta` is the step size, 0 at padding. `slope`, `shift` [H, K] give the gate's sigmoid argument times -log2(e). `runs` is None or the pair that
-    `forward.chunk_runs` makes.
+    `beta` is the step size, 0 at padding. `slope`, `shift` [H, K] give the gate's sigmoid argument times -log2(e). `runs` is None or
+    the pair that `forward.chunk_runs` makes.
     """
     batch, num_tokens, num_heads, _ = q_BTHK.shape
     num_chunks = num_tokens // CHUNK

@@ -141,9 +141,7 @@ def recurrence(
     if keep_states:
         outputs.append(jax.ShapeDtypeStruct((batch, num_heads, num_chunks, WIDTH, WIDTH), bf16))
     kernel = plgpu.kernel(
-        functools.partial(
-            _body, num_chunks=num_chunks, computing=computing, keep_states=keep_states, interpret=interpret is not None
-        ),
+        functools.partial(_body, num_chunks=num_chunks, computing=computing, keep_states=keep_states, interpret=interpret is not None),
         out_type=tuple(outputs),
         scratch_types=(
             tile(wide, bf16),

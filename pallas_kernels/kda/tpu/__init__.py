@@ -118,10 +118,8 @@ def _run(q, k, v, gate, beta, a_log, dt_bias, lower_bound, segment_ids, state, c
     )
     g = geometry
 
-    def joined(x: jax.Array | None, width: int) -> jax.Array | None:
+    def joined(x: jax.Array, width: int) -> jax.Array:
         """[B, T, H, ...] -> [B, T, H width]; rows shorter than a block are padded to one."""
-        if x is None:
-            return None
         x = _pad(x, {1: max(tokens, g.block), 3: width})
         return x.reshape(batch, -1, heads * width)
 
@@ -138,7 +136,7 @@ def _run(q, k, v, gate, beta, a_log, dt_bias, lower_bound, segment_ids, state, c
     beta = _pad(beta.astype(f32), {1: g.blocks * g.block}).reshape(batch, -1, chunk, g.groups, g.group)
     slope = jnp.broadcast_to(jnp.exp(a_log.astype(f32))[:, None], (heads, g.key_width))
     operands = Operands(
-        q=joined(q, g.key_width),
+        q=None if q is None else joined(q, g.key_width),
         k=joined(k, g.key_width),
         v=joined(v, g.value_width),
         gate=joined(gate, g.key_width),

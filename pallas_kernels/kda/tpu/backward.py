@@ -74,16 +74,14 @@ def _body(*all_refs, names: list[str], geometry: Geometry) -> None:
         refs["d_initial"][0] = d_state[...]
 
 
-def backward(
-    geometry: Geometry, operands: Operands, states: jax.Array, d_o: jax.Array | None, d_final: jax.Array
-) -> dict[str, jax.Array]:
+def backward(geometry: Geometry, operands: Operands, states: jax.Array, d_o: jax.Array | None, d_final: jax.Array) -> dict[str, jax.Array]:
     """Gradients of `Operands`, named `d_q` and so on; those of slope and bias are [B, P, G, K], that of the state `d_initial`.
 
     `states` are the forward kernel's; `d_o` is [B, T, H V] (None in a transition), `d_final` [B, H, V, K].
     """
     g = geometry
     specs = operand_specs(g, reverse=True)
-    inputs = {name: (getattr(operands, name), specs[getattr(SPEC_NAMES, name)]) for name in present(Operands._fields[:8], g)}
+    inputs = {name: (getattr(operands, name), specs[SPEC_NAMES[name]]) for name in present(Operands._fields[:8], g)}
     inputs["states"] = states, specs["states"]
     if d_o is not None:
         inputs["d_o"] = d_o, specs["value"]
@@ -91,7 +89,7 @@ def backward(
     f32 = jnp.float32
     per_head = jax.ShapeDtypeStruct((g.batch, g.groups, g.group, g.key_width), f32)
     outputs = {
-        f"d_{name}": (specs[getattr(SPEC_NAMES, name)], jax.ShapeDtypeStruct(x.shape, x.dtype))
+        f"d_{name}": (specs[SPEC_NAMES[name]], jax.ShapeDtypeStruct(x.shape, x.dtype))
         for name, (x, _) in inputs.items()
         if name in ("q", "k", "v", "gate", "beta")
     }

@@ -1,4 +1,4 @@
-"""How KDA's arrays are cut for the TPU kernels: grid, blocks, and the bytes and flops that follow from them.
+"""How KDA's arrays are cut for the TPU kernels: sizes, grid and blocks.
 
 B batch, T tokens, H heads, P head groups of G heads each, N blocks of tokens, C tokens of a chunk, K key and V value channels.
 Grid (B, P, N). A block holds one or more chunks; the state stays in VMEM from block to block.
@@ -6,12 +6,10 @@ Grid (B, P, N). A block holds one or more chunks; the state stays in VMEM from b
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -20,12 +18,11 @@ from pallas_kernels.kda.tpu.chunk import Arithmetic
 LANES = 128
 CHUNK = 128
 HEAD_GROUP = 8
-# Independent heads abreast fill each other's waiting times; the backward kernel's values leave less room for it.
-import os
-FORWARD_ABREAST = int(os.environ.get('ABREAST', '4'))
-BACKWARD_ABREAST = int(os.environ.get('BABREAST', '2'))
+# Independent heads abreast fill each other's waiting times. Twice as many in the backward kernel gain a tenth and double its code.
+FORWARD_ABREAST = 4
+BACKWARD_ABREAST = 2
 CHUNKS_PER_BLOCK = 2
-VMEM_LIMIT = 56 * 2**20  # below the 64 MiB of a tpu7x core; v5p and v6e have more
+VMEM_LIMIT = 56 * 2**20  # below the 64 MiB of a core of v5p and tpu7x; v6e has 128
 
 
 class Geometry(NamedTuple):
@@ -83,14 +80,6 @@ class Geometry(NamedTuple):
         return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT)
 
 
-class Array(NamedTuple):
-    """One operand: its name, its block and where the block lies."""
-
-    name: str
-    spec: pl.BlockSpec
-    shape: tuple[int, ...]
-
-
 def operand_specs(geometry: Geometry, *, reverse: bool) -> Mapping[str, pl.BlockSpec]:
     """Block specs by name; `reverse` walks the blocks from the last to the first."""
     g, last = geometry, geometry.blocks - 1
@@ -111,21 +100,3 @@ def operand_specs(geometry: Geometry, *, reverse: bool) -> Mapping[str, pl.Block
         "state": pl.BlockSpec((1, g.group, g.state_rows, g.key_width), lambda b, p, n: (b, p, 0, 0)),
         "states": pl.BlockSpec((1, 1, g.group, g.state_rows, g.key_width), lambda b, p, n: (b, place(n), p, 0, 0)),
     }
-
-
-def fetches(spec: pl.BlockSpec, grid: Sequence[int]) -> int:
-    """How often the pipeline moves a block: once per change of its place along the grid's walk."""
-    count, before = 0, None
-    for step in range(math.prod(grid)):
-        index, rest = [], step
-        for size in reversed(grid):
-            rest, at = divmod(rest, size)
-            index.append(at)
-        place = tuple(int(i) for i in spec.index_map(*reversed(index)))
-        count, before = count + (place != before), place
-    return count
-
-
-def moved_bytes(specs: Sequence[tuple[pl.BlockSpec, jnp.dtype]], grid: Sequence[int]) -> int:
-    """HBM bytes of a kernel, counted from its block specs."""
-    return sum(fetches(spec, grid) * math.prod(spec.block_shape) * jnp.dtype(dtype).itemsize for spec, dtype in specs)

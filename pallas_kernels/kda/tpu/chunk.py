@@ -128,6 +128,30 @@ def _double_blocks(through_CK: jax.Array, after_CK: jax.Array, size: int) -> tup
     return through.reshape(shape), after.reshape(shape)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _decayed(passes: Passes, x_CK: jax.Array, exponent_CK: jax.Array, factor_CK: jax.Array) -> jax.Array:
+    """x factor, with factor = exp(exponent), rounded as the product that follows rounds it.
+
+    Where a pair's two paths to the tile's middle overlap, the gradients of the decays between cancel. They do so exactly because
+    each is made of the rounded values.
+    """
+    y_CK = x_CK * factor_CK
+    return y_CK if passes == "f32" else y_CK.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _decayed_forward(passes: Passes, x_CK: jax.Array, exponent_CK: jax.Array, factor_CK: jax.Array):
+    y_CK = _decayed(passes, x_CK, exponent_CK, factor_CK)
+    return y_CK, (y_CK, factor_CK)
+
+
+def _decayed_backward(_: Passes, kept: tuple[jax.Array, jax.Array], d_CK: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    y_CK, factor_CK = kept
+    return d_CK * factor_CK, d_CK * y_CK, jnp.zeros_like(factor_CK)
+
+
+_decayed.defvjp(_decayed_forward, _decayed_backward)
+
+
 def decayed_products(passes: Passes, q_CK: jax.Array | None, k_CK: jax.Array, g_CK: jax.Array):
     """sum_c q_ic k_jc exp(G_ic - G_jc) and the same with k_i, [C, C], zero for i < j; decays through and after each token.
 
@@ -139,12 +163,14 @@ def decayed_products(passes: Passes, q_CK: jax.Array | None, k_CK: jax.Array, g_
     through_sum, after_sum = group_sums(g_CK)
     through, after = jnp.exp(through_sum), jnp.exp(after_sum)
     later = lax.rem(broadcasted_iota(jnp.int32, k_CK.shape, 0), TILE) >= GROUP
+    exponent = jnp.where(later, through_sum, -after_sum)
     inverse = jnp.exp(-jnp.where(later, through_sum, after_sum))
-    up, down = jnp.where(later, through, inverse), jnp.where(later, inverse, after)
+    up, down = lax.stop_gradient((jnp.where(later, through, inverse), jnp.where(later, inverse, after)))
     left = [k_CK] if q_CK is None else [k_CK, q_CK]
 
     in_tile = (lax.div(row, TILE) == lax.div(lane, TILE)) & (row >= lane)
-    products = matmul_nt(passes, _stack([x * up for x in left]), k_CK * down)
+    rows = _stack([_decayed(passes, x, exponent, up) for x in left])
+    products = matmul_nt(passes, rows, _decayed(passes, k_CK, -exponent, down))
     products = [jnp.where(in_tile, x, 0.0) for x in _unstack(products, len(left))]
     through, after = _double_blocks(through, after, GROUP)
     size = TILE
@@ -240,7 +266,12 @@ def chunk_step(
 
 
 def chunk_gradient(
-    arithmetic: Arithmetic, packing: Packing | None, raws: list[Raw], states: list[jax.Array], d_o: list[jax.Array], d_states: list[jax.Array]
+    arithmetic: Arithmetic,
+    packing: Packing | None,
+    raws: list[Raw],
+    states: list[jax.Array],
+    d_o: list[jax.Array],
+    d_states: list[jax.Array],
 ) -> tuple[list[Raw], list[jax.Array]]:
     """Gradients of the chunk's inputs and of the states before it, by computing the chunk again."""
     _, pull_back = jax.vjp(partial(chunk_step, arithmetic, packing), raws, states)

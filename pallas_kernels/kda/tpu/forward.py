@@ -36,7 +36,7 @@ class Operands(NamedTuple):
     state: jax.Array
 
 
-SPEC_NAMES = Operands("key", "key", "value", "key", "beta", "heads", "heads", "code", "state")
+SPEC_NAMES = dict(zip(Operands._fields, ("key", "key", "value", "key", "beta", "heads", "heads", "code", "state"), strict=True))
 
 
 def present(names: tuple[str, ...], geometry: Geometry) -> list[str]:
@@ -114,7 +114,7 @@ def _body(*all_refs, names: list[str], geometry: Geometry) -> None:
 
 
 def forward(geometry: Geometry, operands: Operands, *, keep_states: bool) -> dict[str, jax.Array]:
-    """`o` [B, T, H V] in v's dtype (but for a transition), `final` [B, H, V, K], and on request `states` [B, N, H, V, K]: before each block."""
+    """`o` [B, T, H V] in v's dtype (not in a transition), `final` [B, H, V, K]; on request `states` [B, N, H, V, K] before each block."""
     g = geometry
     specs = operand_specs(g, reverse=False)
     inputs = present(Operands._fields, g)
@@ -131,7 +131,7 @@ def forward(geometry: Geometry, operands: Operands, *, keep_states: bool) -> dic
     results = pl.pallas_call(
         partial(_body, names=[*inputs, *outputs, "carried"], geometry=g),
         grid=g.grid,
-        in_specs=[specs[getattr(SPEC_NAMES, name)] for name in inputs],
+        in_specs=[specs[SPEC_NAMES[name]] for name in inputs],
         out_specs=[specs[spec] for spec, _ in outputs.values()],
         out_shape=[shape for _, shape in outputs.values()],
         scratch_shapes=[pltpu.VMEM((g.group, g.state_rows, g.key_width), f32)],

@@ -45,10 +45,10 @@ def _tile_inverses(lowers: Sequence[jax.Array]) -> list[jax.Array]:
     tiles = range(chunk // TILE)
     row, lane = broadcasted_iota(jnp.int32, (TILE, chunk), 0), broadcasted_iota(jnp.int32, (TILE, chunk), 1)
     tile = lax.div(lane, TILE)
-    lowers = [sum(jnp.where(tile == t, x[t * TILE : (t + 1) * TILE], 0.0) for t in tiles) for x in lowers]
+    joined = [sum((jnp.where(tile == t, x[t * TILE : (t + 1) * TILE], 0.0) for t in tiles), jnp.zeros((TILE, chunk))) for x in lowers]
     inverses = [jnp.where(lax.rem(lane, TILE) == row, 1.0, 0.0)] * len(lowers)
     for column in range(TILE - 1):
-        factors = [jnp.take_along_axis(x, tile * TILE + column, axis=1, mode="promise_in_bounds") for x in lowers]
+        factors = [jnp.take_along_axis(x, tile * TILE + column, axis=1, mode="promise_in_bounds") for x in joined]
         inverses = [x - factor * x[column : column + 1] for x, factor in zip(inverses, factors, strict=True)]
     return [jnp.concatenate([jnp.where(tile == t, x, 0.0) for t in tiles], axis=0) for x in inverses]
 

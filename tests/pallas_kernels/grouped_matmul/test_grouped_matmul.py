@@ -250,7 +250,7 @@ def test_bad_dtypes_and_implementation():
 @pytest.mark.parametrize(
     ("platform", "k", "dtype", "chosen", "words"),
     [
-        ("cpu", 512, jnp.bfloat16, "xla", "platform is cpu"),
+        ("cpu", 512, jnp.bfloat16, "xla", "GPUs and TPUs"),
         ("gpu", 512, jnp.bfloat16, "hopper", "Hopper"),
         ("gpu", 128, jnp.bfloat16, "xla", "verified from"),
         ("gpu", 512, jnp.float32, "xla", "float32"),
@@ -274,4 +274,4 @@ def test_the_choice_is_logged_once(caplog):
     with caplog.at_level("INFO", logger="pallas_kernels.grouped_matmul"):
         grouped_matmul(x_MK, w_EKN, sizes_E)
         grouped_matmul(x_MK, w_EKN, sizes_E)
-    assert [record.message for record in caplog.records] == ["grouped_matmul runs in its xla form: the platform is cpu"]
+    assert [record.message for record in caplog.records] == ["grouped_matmul on cpu: xla, since the kernels are for GPUs and TPUs"]

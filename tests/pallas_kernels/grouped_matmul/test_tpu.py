@@ -209,7 +209,7 @@ def test_tiles_fit_and_cover(k, n, chip, itemsize):
     for rows in (1, 77, 65536):
         forward = choose_rows_tiles(rows, k, n, itemsize, chip)
         weights = choose_weights_tiles(rows, k, n, itemsize, chip)
-        taken = forward.vmem_bytes(itemsize, -(-k // forward.contracted)), weights.vmem_bytes(itemsize)
+        taken = forward.vmem_bytes(itemsize, k), weights.vmem_bytes(itemsize)
         for tiles, shared, vmem in zip((forward, weights), (-(-n // forward.features), -(-k // weights.k)), taken, strict=True):
             assert vmem <= chip.for_tiles and all(size % 128 == 0 and size for size in tiles)
             assert shared >= chip.cores or min(k, n) <= 128

@@ -1,4 +1,4 @@
-"""KDA's Hopper kernels: interpreted, lowered for cuda, differentiated, and run on a GPU.
+"""KDA's Hopper kernels: interpreted, lowered for cuda, and run on a GPU, with their gradients.
 
 Shapes: B batch, T tokens, H heads, K key channels, V value channels. Errors are relative in the L2 norm, against the float64
 recurrence on the same bf16 inputs.
@@ -16,10 +16,11 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernel API and interpreter that the kernels use come with JAX 0.11", allow_module_level=True)
 
-from pallas_kernels.kda import kda
 from pallas_kernels.kda.hopper import kda_hopper, unsupported_reason
 from pallas_kernels.kda.hopper import prepare as prepare_module
 from pallas_kernels.kda.hopper.forward import chunk_runs
+from pallas_kernels.kda.hopper.recurrence import compute_warpgroups, recurrence
+from pallas_kernels.kda.hopper.reverse import reverse_recurrence
 from pallas_kernels.kda.recurrent import kda_recurrent
 from tests.pallas_kernels.kda.cases import GOLDEN, LOWER_BOUND
 from tests.pallas_kernels.kda.hopper_interpreter import interpret
@@ -27,6 +28,7 @@ from tests.x64 import float64
 
 INPUTS = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
 REGIMES = {"random": 4.5e-3, "initial gate": 4.5e-3, "bound": 4.5e-3, "no decay": 6.5e-3, "repeated keys": 2e-2}
+GRADIENT_LIMIT = 1.5e-2
 EDGES = (1, 15, 16, 17, 63, 64, 65)
 
 
@@ -58,11 +60,31 @@ def documents(tokens, edges):
 
 
 def expected(inputs, segment_ids=None):
+    return with_gradients(kda_recurrent, inputs, segment_ids, None)
+
+
+def cotangents(inputs):
+    """Of the output (bf16) and the final state (FP32)."""
+    rng = np.random.default_rng(7)
+    return jnp.asarray(rng.normal(size=inputs[2].shape), jnp.bfloat16), jnp.asarray(rng.normal(size=inputs[7].shape), jnp.float32)
+
+
+def with_gradients(form, inputs, segment_ids, given):
+    """Output, final state and, if cotangents are given, the eight gradients; the recurrence runs in float64."""
+
+    def results(given, *inputs):
+        def call(*inputs):
+            return form(*inputs[:7], lower_bound=LOWER_BOUND, segment_ids_BT=segment_ids, initial_state_BHKV=inputs[7])
+
+        found, pull_back = jax.vjp(call, *inputs)
+        cotangents = None if given is None else tuple(x.astype(y.dtype) for x, y in zip(given, found, strict=True))
+        return (*found, *(() if given is None else pull_back(cotangents)))
+
+    if form is not kda_recurrent:
+        return jax.jit(results)(given, *inputs)
     with float64():
-        wide = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in inputs]
-        ids = None if segment_ids is None else jnp.asarray(np.asarray(segment_ids))
-        run = jax.jit(functools.partial(kda_recurrent, lower_bound=LOWER_BOUND))
-        return [np.asarray(x) for x in run(*wide[:7], segment_ids_BT=ids, initial_state_BHKV=wide[7])]
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64), (given, *inputs))
+        return [np.asarray(x) for x in jax.jit(results)(*wide)]
 
 
 def error(got, want):
@@ -80,10 +102,10 @@ def test_documents_as_the_kernels_read_them():
 
 def test_every_exponent_is_a_short_interval():
     """Within the bound of the report's 16-token tiles: at most 16 decays in a factor that may grow."""
-    signs = prepare_module.interval_signs()
-    growing = -signs[:64].min(axis=1, initial=0), signs[:64].sum(axis=1)
-    assert np.abs(signs[:64].sum(axis=1)).max() <= 16
-    assert set(np.unique(signs[64:])) == {0.0, 1.0} and growing[0].max() == 1
+    from_reference, to_later_reference, from_start, to_end = prepare_module.interval_signs().reshape(4, 64, 64)
+    assert np.abs(from_reference.sum(axis=1)).max() <= 16
+    assert to_later_reference.clip(max=0).sum(axis=1).min() >= -16
+    assert set(np.unique([from_start, to_end])) == {0.0, 1.0}
 
 
 @pytest.mark.slow
@@ -111,6 +133,20 @@ def test_interpreted_with_documents_and_a_ragged_tail():
 
 @pytest.mark.slow
 @pytest.mark.numerics
+@pytest.mark.parametrize("regime", ["initial gate", "no decay"])
+def test_gradients_interpreted(regime):
+    """Documents, a ragged tail and narrow values without decay; whole chunks and two warpgroups per head with it."""
+    ragged = regime == "no decay"
+    inputs = make(regime, tokens=150 if ragged else 128, heads=1, v_width=24 if ragged else 128)
+    ids = documents(150, (17, 64)) if ragged else None
+    given = cotangents(inputs)
+    *_, got = interpret(inputs, ids, lower_bound=LOWER_BOUND, blocks=1, computing=1 if ragged else 2, cotangents=given)
+    for name, a, b in zip(INPUTS, got, with_gradients(kda_recurrent, inputs, ids, given)[2:], strict=True):
+        assert error(a, b) < GRADIENT_LIMIT, f"gradient of {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
 @pytest.mark.parametrize("case", ["a_basic", "b_ragged", "c_extreme", "d_packed"])
 def test_golden_cases_interpreted(case):
     arrays = dict(np.load(GOLDEN / f"kda_{case}.npz"))
@@ -130,41 +166,37 @@ def test_golden_cases_interpreted(case):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shape", [(1, 128, 2, 128, 128), (2, 200, 3, 64, 96)])
 def test_lowers_for_cuda(shape, packed):
+    """Two kernels of the forward pass, and, once with and once without documents, four more of the backward pass."""
     batch, tokens, heads, width, v_width = shape
     narrow, wide = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
     token = (batch, tokens, heads)
     inputs = [narrow((*token, width)), narrow((*token, width)), narrow((*token, v_width)), narrow((*token, width)), narrow(token)]
     inputs += [wide((heads,)), wide((heads, width))]
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32) if packed else None
-    run = jax.jit(lambda ids, *inputs: kda_hopper(*inputs, lower_bound=LOWER_BOUND, segment_ids_BT=ids))
-    text = run.trace(ids, *inputs).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu") >= 2
+    backward = packed == (batch > 1)
+
+    def run(ids, d_o, *inputs):
+        o, pull_back = jax.vjp(lambda *inputs: kda_hopper(*inputs, lower_bound=LOWER_BOUND, segment_ids_BT=ids)[0], *inputs)
+        return (o, *pull_back(d_o)) if backward else o
+
+    text = jax.jit(run).trace(ids, inputs[2], *inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == (6 if backward else 2)
 
 
-def test_gradients_are_the_chunk_forms(monkeypatch):
-    """The kernels stand in for the chunk form's forward only; here they are replaced by it, as they do not run on a CPU."""
-    import pallas_kernels.kda.hopper as hopper
-
-    def stand_in(*inputs, interpret, **options):
-        o, state = kda(*inputs, implementation="chunked", **options)
-        return o * 2, state  # a value of its own: it must not enter the gradients
-
-    monkeypatch.setattr(hopper, "kda_forward", stand_in)
-    inputs, ids = make("random", tokens=40, heads=1, width=16, v_width=16), documents(40, (17, 33))
-
-    def gradients(form):
-        def pull_back(*inputs):
-            def call(*inputs):
-                return form(*inputs[:7], lower_bound=LOWER_BOUND, segment_ids_BT=ids, initial_state_BHKV=inputs[7])
-
-            results, pull_back = jax.vjp(call, *inputs)
-            return pull_back(jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), results))
-
-        return jax.jit(pull_back)(*inputs)
-
-    for got, want in zip(gradients(kda_hopper), gradients(functools.partial(kda, implementation="chunked")), strict=True):
-        assert got.dtype == want.dtype and got.shape == want.shape
-        np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want, np.float64), rtol=1e-2, atol=1e-6)
+@pytest.mark.parametrize("heads", [66, 67])
+def test_recurrences_lower_for_cuda(heads):
+    """With many heads a block holds two warpgroups that compute, with few one."""
+    assert compute_warpgroups(heads) == heads - 65
+    chunks, wide = (1, heads, 3), (64, 128)
+    shapes = {"kg": wide, "qg": wide, "kd": wide, "ax": (3, 64, 64), "decay": (128,)}
+    operands = {
+        name: jax.ShapeDtypeStruct((*chunks, *shape), jnp.float32 if name == "decay" else jnp.bfloat16) for name, shape in shapes.items()
+    }
+    values = jax.ShapeDtypeStruct((1, 192, heads, 128), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((1, heads, 128, 128), jnp.float32)
+    for kernel in (recurrence, functools.partial(recurrence, keep_states=True), reverse_recurrence):
+        text = jax.jit(kernel).trace(operands, values, state).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu") == 1
 
 
 def test_what_the_kernels_do_not_take():
@@ -182,10 +214,12 @@ def test_what_the_kernels_do_not_take():
 def test_values_and_bits_on_a_gpu(regime, packed):
     inputs = make(regime, tokens=449, heads=3)
     ids = documents(449, EDGES + (200, 330)) if packed else None
-    run = jax.jit(functools.partial(kda_hopper, lower_bound=LOWER_BOUND))
-    first, second = (run(*inputs[:7], segment_ids_BT=ids, initial_state_BHKV=inputs[7]) for _ in range(2))
+    given = cotangents(inputs)
+    first, second = (with_gradients(kda_hopper, inputs, ids, given) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    want_o, want_state = expected(inputs, ids)
-    assert error(first[0], want_o) < REGIMES[regime]
+    want = with_gradients(kda_recurrent, inputs, ids, given)
+    assert error(first[0], want[0]) < REGIMES[regime]
     assert np.isfinite(np.asarray(first[1])).all()
+    for name, a, b in zip(INPUTS, first[2:], want[2:], strict=True):
+        assert error(a, b) < GRADIENT_LIMIT or np.linalg.norm(b) < 1e-12, f"gradient of {name}"

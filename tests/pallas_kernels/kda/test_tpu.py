@@ -6,6 +6,7 @@ the cases still cross tiles, chunks and blocks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cache, partial
 
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kda import chunk_transition, kda
+import pallas_kernels.kda as kda_package
+from pallas_kernels.kda import chunk_transition, kda, kda_transition
 from pallas_kernels.kda.recurrent import kda_recurrent
 from pallas_kernels.kda.tpu import kda_tpu, transition_tpu
+from pallas_kernels.target import Target
 from tests.pallas_kernels.kda.cases import LOWER_BOUND, Inputs, Results, assert_near, golden_gradients, load, with_gradients
 from tests.quick import QUICK_COMPILE
 from tests.x64 import float64
@@ -187,18 +190,24 @@ def test_gradients_of_the_transition() -> None:
         assert_near(a, np.asarray(b), 1e-5, f"gradient of {name}")
 
 
-# Gradients in bf16 arithmetic are returned rounded to bf16; products of two rounded factors and cancelling sums add to it.
-@pytest.mark.parametrize("case", [pytest.param("a_basic", marks=pytest.mark.slow), pytest.param("b_ragged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a_basic", "b_ragged", "d_packed", "e_parts"])
 def test_bf16(case: str) -> None:
     arrays, inputs = load(case, "float32")
-    inputs = bf16_inputs(inputs)
-    d_o = np.asarray(jnp.asarray(arrays["do"], jnp.bfloat16), np.float32)
-    results, want = tpu_form(32)(inputs, jnp.asarray(d_o), jnp.asarray(arrays["dS"])), exact(inputs, d_o, arrays["dS"])
+    rows = inputs.q.shape[0]
+    inputs = bf16_inputs(inputs)._replace(initial_state=inputs.initial_state[:rows])
+    random = np.random.default_rng(0)
+    d_o = arrays["do"] if "do" in arrays else random.normal(size=arrays["o"].shape)
+    d_o = np.asarray(jnp.asarray(d_o, jnp.bfloat16), np.float32)
+    d_final = np.float32(arrays["dS"][-rows:] if "dS" in arrays else random.normal(size=inputs.initial_state.shape))
+    ids = jnp.asarray(arrays["segment_ids"]) if "segment_ids" in arrays else None
+    results, want = tpu_form(32)(inputs, jnp.asarray(d_o), jnp.asarray(d_final), ids), exact(inputs, d_o, d_final, ids)
     errors = {name: relative_l2(getattr(results, name), getattr(want, name)) for name in ("o", "final_state")}
     gradients = {n: relative_l2(a, b) for n, a, b in zip(Inputs._fields, results.gradients, want.gradients, strict=True)}
     print(f"\n{case} bf16: {errors} gradients {gradients}")
     assert max(errors.values()) <= 4.5e-3, errors
-    assert max(gradients.values()) <= 1e-2, gradients
+    assert gradients.pop("a_log") <= 1e-2, "one number per head, a sum over all tokens in which much cancels"
+    assert max(gradients.values()) <= 4.5e-3, gradients
 
 
 @pytest.mark.parametrize("chunk", [32, pytest.param(128, marks=pytest.mark.slow)])
@@ -219,7 +228,7 @@ def test_bf16_extremes_per_head(chunk: int) -> None:
         print(f"\nc_extreme bf16, chunk {chunk}, head {head}: {errors} gradients {gradients}")
         repeats = head in CASE_C_REPEATS_KEYS
         assert max(errors.values()) <= (2e-2 if repeats else 4.5e-3), (head, errors)
-        assert max(gradients.values()) <= (1e-1 if repeats else 2e-2), (head, gradients)
+        assert max(gradients.values()) <= (2e-2 if repeats else 6e-3), (head, gradients)
 
 
 def test_extreme_inputs_stay_finite() -> None:
@@ -245,3 +254,27 @@ def test_what_the_kernels_do_not_take_is_named() -> None:
     wide = jnp.ones((1, 4, 2, 300))
     with pytest.raises(ValueError, match="300 channels"):
         kda_tpu(wide, wide, wide, wide, beta, per_head[0], jnp.ones((2, 300)), lower_bound=-5.0)
+
+
+def test_choice_on_tpu_and_its_fall_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(kda_package, "target", lambda: Target("tpu", 2))
+    kda_package._choose.cache_clear()
+    x, beta = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2))
+    assert kda_package._choice(x, x, x, x, beta) == "tpu"
+    with caplog.at_level(logging.WARNING, logger="pallas_kernels.kda"):
+        assert [kda_package._choice(x.astype(jnp.float16), beta) for _ in range(2)] == ["chunked", "chunked"]
+    assert len(caplog.records) == 1 and "slower chunked form" in caplog.text and "float16" in caplog.text
+
+
+def test_transition_asks_for_a_form() -> None:
+    arrays, inputs = load("e_parts", "float32")
+    cut = [x[:, :20] for x in inputs[1:5]]
+    shared = (inputs.a_log, inputs.dt_bias)
+    for got, want in zip(
+        kda_transition(*cut, *shared, lower_bound=LOWER_BOUND), chunk_transition(*cut, *shared, lower_bound=LOWER_BOUND), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="implementation must be"):
+        kda_transition(*cut, *shared, lower_bound=LOWER_BOUND, implementation="recurrent")
+    with pytest.raises(ValueError, match="dt_bias has shape"):
+        kda_transition(*cut, inputs.a_log, inputs.dt_bias[:1], lower_bound=LOWER_BOUND)
