@@ -12,6 +12,8 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# What `test-tpu` compiles; AOT=aot stands for everything.
+AOT ?= aot and not slow
 FAST := not slow and not gpu and not tpu and not aot
 RUN := runs/quickstart
 
@@ -58,7 +60,7 @@ test-tpu:  ## Compile kernels and a train step for TPUs, with no TPU here, in an
 	@$(MAKE) --no-print-directory compile-for-tpu VENV=$(VENV)-tpu
 
 compile-for-tpu: $(DEV)-tpu
-	$(PYTEST) -n $(WORKERS) -m "aot and not slow" tests/tpu $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m "$(AOT)" tests/tpu $(ARGS)
 
 lint: $(DEV)  ## Check style and types: ruff, pyright
 	$(BIN)/ruff check

@@ -8,6 +8,7 @@ from k3train.config import DataConfig, Experiment, KDAConfig, MeshConfig, MLACon
 from tests.tpu.chips import VMEM, describe, kernels_vmem
 
 pytestmark = pytest.mark.aot
+FIRST, LATER = (), pytest.mark.slow
 
 
 def small_k3(num_devices: int) -> Experiment:
@@ -33,6 +34,8 @@ def small_k3(num_devices: int) -> Experiment:
     )
 
 
+# The same program in two minutes more for each of the others: `make test-tpu AOT=aot` compiles those too.
+@pytest.mark.parametrize("topology", [pytest.param(name, marks=FIRST if name.startswith("v5p") else LATER) for name in VMEM], indirect=True)
 def test_a_whole_train_step_compiles(topology, devices, monkeypatch):
     from k3train.sharding import placement
     from k3train.sharding.mesh import make_mesh
