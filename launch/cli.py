@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(
             f"k3train: out of memory ({str(error).splitlines()[0][:200]}). Make the model, data.batch_size or data.sequence_length"
-            " smaller, raise optimizer.microbatches, or set model.remat to layer; `k3train summary` counts parameters.",
+            " smaller, raise optimizer.microbatches, or set model.remat to layer; `k3train summary` counts parameters."
+            " With `generate`, lower --max-new-tokens or --num-samples.",
             file=sys.stderr,
         )
         return 2

@@ -60,7 +60,12 @@ def _check(options: argparse.Namespace) -> None:
     rules = (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
         ("--num-samples", options.num_samples, options.num_samples >= 1, "at least 1"),
-        ("--temperature", options.temperature, options.temperature >= 0 and math.isfinite(options.temperature), "zero or more, and finite"),
+        (
+            "--temperature",
+            options.temperature,
+            options.temperature == 0 or (options.temperature >= 1e-3 and math.isfinite(options.temperature)),
+            "0, or at least 0.001 and finite",
+        ),
         ("--top-k", options.top_k, options.top_k is None or options.top_k >= 1, "at least 1"),
         ("--top-p", options.top_p, options.top_p is None or 0 < options.top_p <= 1, "above 0 and at most 1"),
         ("--seed", options.seed, 0 <= options.seed < 2**32, "between 0 and 2^32 - 1"),

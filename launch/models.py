@@ -71,4 +71,4 @@ def not_finite(folder: Path, config: ModelConfig, params: Tree, what: str) -> Us
         if bad:
             name = ".".join(str(key.key) for key in path)
             return UserError(f"{folder}: the model's weights are not finite: {bad} of {leaf.size} entries of {name}. Use an earlier step.")
-    return UserError(f"{folder}: {what} not finite, though all weights are: some activation overflows. Nothing was written.")
+    return UserError(f"{folder}: {what} not finite, though all weights are: some activation overflows.")

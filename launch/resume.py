@@ -9,7 +9,7 @@ from pathlib import Path
 from k3train import config_io
 from k3train.config import Experiment
 from k3train.errors import UserError
-from k3train.train.resume import PERMISSIONS, Resume
+from k3train.train.resume import PERMISSIONS, Resume, with_absolute_sources
 from launch import experiments
 from launch.train import CONFIG_FILE
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     saved = saved_experiment(options.run_folder)
     later, fields = _later_options(options.rest)
     step = options.step if later.step is None else later.step
-    experiment = changed(saved, fields, options.run_folder) if fields else saved
+    experiment = with_absolute_sources(changed(saved, fields, options.run_folder)) if fields else saved
     from rich.console import Console
 
     from k3train.train import loop  # imports JAX

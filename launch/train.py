@@ -35,9 +35,12 @@ def start(experiment: Experiment) -> None:
     from rich.console import Console
 
     from k3train.train import loop  # imports JAX
+    from k3train.train.run_folder import BusyError
 
     try:
         loop.run(experiment, folder, console=Console())
+    except BusyError:  # the folder is the other process's
+        raise
     except UserError:
         if [path.name for path in folder.iterdir()] == [CONFIG_FILE]:
             (folder / CONFIG_FILE).unlink()
@@ -57,7 +60,7 @@ def new_run_folder(experiment: Experiment) -> Path:
         if present == [CONFIG_FILE] and config_io.load(config) == experiment:
             return folder
         if CONFIG_FILE in present:
-            from k3train.train.loop import way_on  # imports JAX
+            from k3train.train.run_folder import way_on
 
             raise UserError(f"{folder} already holds a run. {way_on(folder)} Nothing was changed.")
         if present:

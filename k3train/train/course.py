@@ -106,7 +106,8 @@ class Course:
             raise UserError(
                 f"step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite, the last one first in"
                 f" {values['skipped']}. None of them was applied, and the run stops (optimizer.max_skipped_steps).\n"
-                f"{saved}Lower optimizer.peak_lr or look at the text, and start a run with another --name."
+                f"{saved}Look at the text, or go on from an earlier good step with a lower rate:\n"
+                "  k3train resume RUN --step N --optimizer.peak-lr X --allow-changed learning-rate"
             )
 
     def speed(self) -> dict[str, float]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +23,19 @@ from k3train.train.course import Course, wall_clock
 from k3train.train.progress import ProgressDisplay
 from k3train.train.result import Result
 from k3train.train.resume import Change, Resume, adopt, check_resumable, describe
+from k3train.train.run_folder import (
+    CHECKPOINTS_FOLDER,
+    LOSS_CURVE_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    TENSORBOARD_FOLDER,
+    alone,
+    refuse_existing_run,
+)
 from k3train.train.sample import sample
 from k3train.train.signals import Stopped, StopRequest
 from k3train.train.state import TrainState, Tree, count
 from k3train.train.tensorboard import TensorBoard
-
-CHECKPOINTS_FOLDER, METRICS_FILE, RESULT_FILE, LOSS_CURVE_FILE = "checkpoints", "metrics.jsonl", "result.json", "loss_curve.png"
-TENSORBOARD_FOLDER = "tensorboard"
 
 COUNTABLE_BYTES = 100_000_000
 """Longest training text whose byte counts are worth their memory beside a run."""
@@ -53,8 +57,9 @@ def run(experiment: Experiment, run_folder: Path, *, resume: Resume | None = Non
     record = _record(experiment, run_folder, resume.step) if resume else None
     changes: list[Change] = []
     if record is None:
-        _refuse_existing_run(run_folder)
-    elif record.step >= experiment.schedule.steps and (run_folder / RESULT_FILE).is_file():
+        refuse_existing_run(run_folder)
+    elif resume is not None and record.step >= experiment.schedule.steps and (run_folder / RESULT_FILE).is_file():
+        check_resumable(record, experiment, record.data_fingerprint, run_folder, resume.allow)  # a change that is refused is told here too
         console.print(f"{run_folder} is finished: all {record.step} steps are made.", highlight=False)
         return Result.load(run_folder / RESULT_FILE)
     determinism.prepare(experiment, run_folder)
@@ -63,7 +68,7 @@ def run(experiment: Experiment, run_folder: Path, *, resume: Resume | None = Non
     def announce(_: int) -> None:
         console.print("Stopping as soon as this step is finished and saved. Ask again to stop at once.", highlight=False)
 
-    with _alone(run_folder), StopRequest(announce) as stop:
+    with alone(run_folder), StopRequest(announce) as stop:
         data = open_data(experiment.data)
         _check_vocabulary(experiment, data)
         if resume is not None and record is not None:
@@ -118,7 +123,7 @@ def _train(
             step=step,
             tokens=record.tokens if record else 0,
             clock=wall_clock(start, record.seconds if record else 0.0),
-            evaluated_step=metrics.last_step_with("heldout_loss", lines),
+            evaluated_step=metrics.last_step_with("heldout_loss", lines, up_to=step),
             saved_step=record.step if record else None,
             mfu=_mfu(experiment, assembly.target.params),
         )
@@ -211,36 +216,10 @@ def _record(experiment: Experiment, run_folder: Path, step: int | None) -> Recor
 def _restored(checkpoints: Checkpoints, target: TrainState, step: int, changes: list[Change], experiment: Experiment) -> TrainState:
     """The saved state; from here on the run is `experiment`."""
     state = checkpoints.restore(target, step, checked=True)
+    if step < experiment.schedule.steps:  # the end comes anew, and what it writes
+        (checkpoints.folder.parent / RESULT_FILE).unlink(missing_ok=True)
     adopt(changes, experiment, checkpoints.folder.parent, step)
     return state
-
-
-def _refuse_existing_run(run_folder: Path) -> None:
-    existing = [name for name in (CHECKPOINTS_FOLDER, METRICS_FILE, RESULT_FILE) if (run_folder / name).exists()]
-    if existing:
-        raise UserError(f"{run_folder} already holds a run ({', '.join(existing)}). {way_on(run_folder)} Nothing was changed.")
-
-
-def way_on(run_folder: Path) -> str:
-    """What to do about a run folder that is in the way."""
-    checkpoints = run_folder / CHECKPOINTS_FOLDER
-    if checkpoints.is_dir() and any(path.name.isdigit() for path in checkpoints.iterdir()):
-        return f"Go on with it by `k3train resume {run_folder}`, or start a new one under another --name."
-    return f"It was cut off before its first save: move it away (`mv {run_folder} {run_folder}.unsaved`), or choose another --name."
-
-
-@contextlib.contextmanager
-def _alone(run_folder: Path) -> Iterator[None]:
-    """Locks the run folder for this process; the lock goes with the process, however that ends."""
-    folder = os.open(run_folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run_folder}: another process is training here. Wait for it, or stop it with Ctrl-C.") from None
-        yield
-    finally:
-        os.close(folder)
 
 
 def _check_vocabulary(experiment: Experiment, data: Data) -> None:

@@ -33,21 +33,32 @@ class JsonLines:
     """`metrics.jsonl`: a line per call, in the file when the call returns."""
 
     def __init__(self, path: Path, *, resume_step: int = 0):
-        """Opens the file for appending; what an interrupted run wrote beyond `resume_step` goes, so that no step appears twice."""
-        if path.exists():
-            keep = [line for line in read(path) if line["step"] <= resume_step]
-            rewritten = path.with_suffix(".tmp")
-            rewritten.write_text("".join(map(_line, keep)), encoding="utf-8")
-            os.replace(rewritten, path)
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        """Appends to the file. What an interrupted run wrote beyond `resume_step` goes with the first line, so that no step appears twice,
+        and not before: until then the run may still go on from a later step.
+        """
+        self._path, self._resume_step, self._file = path, resume_step, path.open("a", encoding="utf-8")
+        self._cut = False
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """See `MetricWriter.write`."""
+        if not self._cut:
+            self._cut_tail()
         try:
             self._file.write(_line({"step": step, **{name: plain(value) for name, value in values.items()}}))
             self._file.flush()
         except OSError as error:  # an error of writing does not know its file
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _cut_tail(self) -> None:
+        lines = read(self._path)
+        keep = [line for line in lines if line["step"] <= self._resume_step]
+        if self._path.stat().st_size:  # a torn line goes too
+            rewritten = self._path.with_suffix(".tmp")
+            rewritten.write_text("".join(map(_line, keep)), encoding="utf-8")
+            os.replace(rewritten, self._path)
+            self._file.close()
+            self._file = self._path.open("a", encoding="utf-8")
+        self._cut = True
 
     def close(self) -> None:
         """See `MetricWriter.close`."""
@@ -90,9 +101,10 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-def last_step_with(name: str, path: Path) -> int | None:
-    """Step of the newest line that has the figure."""
-    return next((line["step"] for line in reversed(read(path)) if name in line), None)
+def last_step_with(name: str, path: Path, *, up_to: int) -> int | None:
+    """Step of the newest line up to a step that has the figure; None without a file."""
+    lines = read(path) if path.exists() else []
+    return next((line["step"] for line in reversed(lines) if name in line and line["step"] <= up_to), None)
 
 
 def plain(value: Any) -> Any:

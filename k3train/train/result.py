@@ -26,9 +26,10 @@ class Result:
     """The outcome of a whole run."""
 
     name: str
-    heldout_bits_per_byte: float
-    heldout_loss: float
-    """Nats per held-out token."""
+    heldout_bits_per_byte: float | None
+    """None: not finite."""
+    heldout_loss: float | None
+    """Nats per held-out token; None: not finite."""
     baselines: dict[str, float]
     """Bits per byte of counting models on the same held-out text; empty where tokens are not bytes or the text is too long to count."""
     seconds: float
@@ -53,7 +54,7 @@ class Result:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            raise UserError(f"{path}: not the result of a run ({error}). Delete it: `k3train resume` then writes it anew.") from error
+            raise UserError(f"{path}: not the result of a run. Delete it: `k3train resume` then writes it anew.") from error
 
 
 def versions() -> dict[str, str]:
@@ -66,10 +67,11 @@ def print_table(result: Result, console: Console) -> None:
     table = Table(title=f"{result.name}: held-out bits per byte", title_justify="left")
     table.add_column("model")
     table.add_column("bits per byte", justify="right")
-    rows = [(f"counts of {name.replace('_', ' ')}", bits, "") for name, bits in result.baselines.items()]
-    rows.append((f"this run ({result.parameters:,} parameters)", result.heldout_bits_per_byte, "bold"))
+    rows: list[tuple[str, float, str]] = [(f"counts of {name.replace('_', ' ')}", bits, "") for name, bits in result.baselines.items()]
+    own = math.inf if result.heldout_bits_per_byte is None else result.heldout_bits_per_byte
+    rows.append((f"this run ({result.parameters:,} parameters)", own, "bold"))
     for name, bits, style in sorted(rows, key=lambda row: -row[1]):
-        table.add_row(name, f"{bits:.3f}", style=style)
+        table.add_row(name, f"{bits:.3f}" if math.isfinite(bits) else "not finite", style=style)
     console.print(table)
     console.print(f"{result.steps:,} steps, {result.tokens:,} tokens, {duration(result.seconds)} of wall time", highlight=False)
 
@@ -83,8 +85,8 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], baselines: Mapping[str, 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    train = [(line["step"], line["loss"] / math.log(2.0)) for line in lines if "loss" in line]
-    heldout = [(line["step"], line["heldout_bits_per_byte"]) for line in lines if "heldout_bits_per_byte" in line]
+    train = [(line["step"], line["loss"] / math.log(2.0)) for line in lines if line.get("loss") is not None]
+    heldout = [(line["step"], line["heldout_bits_per_byte"]) for line in lines if line.get("heldout_bits_per_byte") is not None]
     if train:
         steps, bits = zip(*train, strict=True)
         axes.plot(steps, bits, color="#9ecae1", linewidth=0.8)

@@ -294,7 +294,8 @@ def rows_matmul(
 
     def body(*refs, **scratch):
         sizes_ref, *tables_refs, x_ref, w_ref, y_ref = refs
-        _kernel(sizes_ref, *(tables_refs or (None, None)), x_ref, w_ref, y_ref, **scratch, config=config, transpose_w=transpose_w)
+        first_ref, second_ref = tables_refs or (None, None)
+        _kernel(sizes_ref, first_ref, second_ref, x_ref, w_ref, y_ref, **scratch, config=config, transpose_w=transpose_w)
 
     kernel = plgpu.kernel(
         body,

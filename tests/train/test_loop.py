@@ -25,6 +25,7 @@ from k3train.errors import UserError
 from k3train.train import assembly, course, loop, metrics
 from k3train.train.checkpoints import Checkpoints
 from k3train.train.resume import Resume
+from k3train.train.run_folder import alone, way_on
 from k3train.train.signals import Stopped
 from k3train.train.timing import Rate, Split
 
@@ -91,6 +92,7 @@ def test_a_run_leaves_everything_behind(whole: Path, experiment: Experiment):
     outcome, said = json.loads((whole / "outcome.json").read_text()), (whole / "said.txt").read_text()
     assert json.loads((whole / loop.RESULT_FILE).read_text()) == outcome
     assert [step for step, _ in losses(whole)] == list(range(1, STEPS + 1))
+    assert any((whole / loop.TENSORBOARD_FOLDER).iterdir())
     assert [step for step, _ in heldout(whole)] == [4, 6]
     assert outcome["steps"] == STEPS and outcome["parameters"] > 10_000 and outcome["seconds"] > 0
     assert outcome["heldout_loss"] == heldout(whole)[-1][1]
@@ -243,8 +245,20 @@ def test_steps_that_are_not_finite_are_named_and_too_many_in_a_row_end_the_run(e
 
 
 def test_one_process_at_a_time(experiment: Experiment, tmp_path: Path):
-    with loop._alone(tmp_path), pytest.raises(UserError, match="another process is training here"):
+    with alone(tmp_path), pytest.raises(UserError, match="another process is training here"):
         loop.run(experiment, tmp_path, console=Console(file=io.StringIO()))
+
+
+def test_a_run_under_way_is_not_taken_for_one_that_was_cut_off(tmp_path: Path):
+    with alone(tmp_path), pytest.raises(UserError, match="another process is training here"):
+        way_on(tmp_path)
+    assert "cut off before its first save" in way_on(tmp_path)
+
+
+def test_a_finished_run_refuses_what_an_unfinished_one_would(whole: Path, experiment: Experiment):
+    deeper = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, norm_eps=1e-3))
+    with pytest.raises(UserError, match="model.norm_eps"):
+        go(deeper, whole, resume=True)
 
 
 def test_a_run_cut_off_before_its_first_save_names_the_way_out(experiment: Experiment, tmp_path: Path):

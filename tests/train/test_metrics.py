@@ -24,9 +24,18 @@ def test_resume_drops_what_lies_beyond_its_step_and_a_torn_line(tmp_path: Path):
     with metrics.JsonLines(path, resume_step=2) as writer:
         writer.write(3, {"heldout_loss": 0.25})
     assert [line["step"] for line in metrics.read(path)] == [1, 2, 3]
-    assert metrics.last_step_with("heldout_loss", path) == 3
-    assert metrics.last_step_with("grad_norm", path) is None
+    assert metrics.last_step_with("heldout_loss", path, up_to=3) == 3
+    assert metrics.last_step_with("heldout_loss", path, up_to=2) is None
     assert [child.name for child in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_nothing_is_dropped_before_the_first_line_comes(tmp_path: Path):
+    """A resume that is cut off while it compiles leaves the lines of the later steps, from which the run may still go on."""
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    with metrics.JsonLines(path, resume_step=1):
+        pass
+    assert [line["step"] for line in metrics.read(path)] == [1, 2, 3]
 
 
 def test_what_is_not_finite_is_null_so_that_every_reader_takes_the_line(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -37,12 +38,23 @@ def test_the_table_ranks_the_run_among_the_counts():
     assert "1,234,567 parameters" in text and "1:02:03" in text
 
 
+# A step that was left out, and an evaluation under weights that overflow.
+SKIPPED = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None, "skipped": "the head"}, {"step": 2, "heldout_bits_per_byte": None}]
+
+
 @pytest.mark.parametrize(
-    "lines", [[], [{"step": step, "loss": 3.0 / step} for step in range(1, 9)] + [{"step": 8, "heldout_bits_per_byte": 2.0}]]
+    "lines", [[], [{"step": step, "loss": 3.0 / step} for step in range(1, 9)] + [{"step": 8, "heldout_bits_per_byte": 2.0}], SKIPPED]
 )
 def test_the_loss_curve_is_a_picture(lines: list, tmp_path: Path):
     result.draw_loss_curve(lines, RESULT.baselines, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_without_a_finite_loss_comes_last():
+    console = Console(file=io.StringIO(), width=100)
+    result.print_table(dataclasses.replace(RESULT, heldout_bits_per_byte=None), console)
+    text = console.file.getvalue()
+    assert text.index("not finite") < text.index("3.520")
 
 
 def test_smoothing_keeps_straight_lines():

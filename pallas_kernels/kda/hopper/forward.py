@@ -59,7 +59,8 @@ class Padded(NamedTuple):
     def operands(self, *, lower_bound: float, scale: float, interpret) -> dict[str, jax.Array]:
         """The chunk operands."""
         inputs = self.q_BTHK, self.k_BTHK, self.gate_BTHK, self.beta_BHT, self.slope_HK, self.shift_HK, self.runs
-        return prepare(*inputs, lower_bound=lower_bound, scale=scale, interpret=interpret)
+        operands = prepare(*inputs, lower_bound=lower_bound, scale=scale, interpret=interpret)
+        return {str(name): array for name, array in operands.items()}
 
 
 def padded(q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV, segment_ids_BT) -> Padded:
