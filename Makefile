@@ -56,11 +56,11 @@ test-gpu: $(DEV)-gpu  ## Run the tests that need an NVIDIA GPU
 	JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
 
 # libtpu slows every start of JAX, so it has an environment of its own beside the usual one.
-test-tpu:  ## Compile kernels and a train step for TPUs, with no TPU here, in an environment of its own
+test-tpu:  ## Interpret kernels for TPUs and compile them and a train step, with no TPU here, in an environment of its own
 	@$(MAKE) --no-print-directory compile-for-tpu VENV=$(VENV)-tpu
 
 compile-for-tpu: $(DEV)-tpu
-	$(PYTEST) -n $(WORKERS) -m "$(AOT)" tests/tpu $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m "$(AOT)" tests/tpu tests/pallas_kernels $(ARGS)
 
 lint: $(DEV)  ## Check style and types: ruff, pyright
 	$(BIN)/ruff check

@@ -179,6 +179,7 @@ def lowered_gradient(cfg: ModelConfig, batch: int, tokens: int, collect: bool = 
     return jit(jax.grad(loss, has_aux=True)).lower(params, ids, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "sources"), [("block_attention_residuals", 2), ("full_attention_residuals", 6), ("residual", 0)])
 def test_bfloat16_in_every_depth(depth, sources):
     """Carries of scans keep their types, reports stay wide, gradients have the parameters' type."""
@@ -229,6 +230,7 @@ def scanned(layers: int, remat: str = "layer") -> ModelConfig:
     return config(num_layers=layers, attn_res_block_size=layers, mixer_pattern=("kda",), last_mixer=None, num_dense_layers=0, remat=remat)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compilation")
 def test_what_a_repeat_costs():
     """No compile time; of memory at most two residual streams [B, T, D] float32, without remat far more."""

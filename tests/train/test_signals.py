@@ -87,7 +87,11 @@ def test_make_hands_sigterm_on_to_the_run(saved: bool, tmp_path: Path):
     (tmp_path / ".has-k3train").touch()
     if saved:
         (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
-    process = subprocess.Popen(["make", "quickstart", f"VENV={tmp_path}", f"RUN={tmp_path / 'run'}"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")
+    }  # of a make around this
+    command_line = ["make", "quickstart", f"VENV={tmp_path}", f"RUN={tmp_path / 'run'}"]
+    process = subprocess.Popen(command_line, cwd=ROOT, stderr=subprocess.DEVNULL, env=clean)
     started, stopped = command.with_suffix(".started"), command.with_suffix(".stopped")
     wait_for(started.exists)
     process.terminate()

@@ -191,6 +191,7 @@ def test_operations_follow_the_rows(fresh_compilation, shape, bound):
     assert flops < bound * 6 * M * K * N  # a dense computation takes E times that
 
 
+@pytest.mark.slow
 def test_memory_follows_rows_and_matrices(fresh_compilation):
     M, E, K, N = 512, 64, 512, 512
     assert compiled(M, E, K, N).memory_analysis().temp_size_in_bytes < E * K * N * 4 / 2
@@ -198,6 +199,7 @@ def test_memory_follows_rows_and_matrices(fresh_compilation):
     assert compiled(M, E, K, N).memory_analysis().temp_size_in_bytes < E * M * 4 / 2
 
 
+@pytest.mark.slow
 def test_time_follows_the_rows():
     """CPU time, since other processes stretch the clock; a dense computation over 64 groups would take 64 times one matmul's."""
     M, E, K, N = 8192, 64, 64, 64

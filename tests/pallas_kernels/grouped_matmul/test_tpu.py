@@ -27,6 +27,8 @@ from pallas_kernels.target import Target
 from tests.golden import check
 from tests.models import test_golden_modules as golden
 
+pytestmark = pytest.mark.aot
+
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 TOLERANCE = {"bfloat16": 4.5e-3, "float32": 1e-6}
 M, E, K, N = 280, 5, 24, 40  # three tiles of 128 rows, widths that lanes do not divide
@@ -94,7 +96,6 @@ def check_interpreted(sizes, dtype):
     assert_no_race()
 
 
-@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_and_gradients_interpreted(monkeypatch, dtype):
     small_tiles(monkeypatch)
@@ -102,7 +103,6 @@ def test_values_and_gradients_interpreted(monkeypatch, dtype):
         check_interpreted(sizes, dtype)
 
 
-@pytest.mark.numerics
 @settings(max_examples=12)
 @given(cuts=st.lists(st.integers(0, M), min_size=E, max_size=E))
 def test_any_sizes_interpreted(cuts):
@@ -111,7 +111,6 @@ def test_any_sizes_interpreted(cuts):
         check_interpreted(np.diff(sorted([0, *cuts])).tolist(), "float32")
 
 
-@pytest.mark.numerics
 @pytest.mark.parametrize("quantity", ["forward", "grad_rows", "grad_weights"])
 def test_several_tiles_each_way_interpreted(quantity):
     """Contraction in steps with a ragged last one, several tiles of features with several steps inside, two visits of one tile."""
@@ -136,7 +135,6 @@ def compiled_for_tpu(monkeypatch):
         yield
 
 
-@pytest.mark.numerics
 def test_golden_latent_moe(compiled_for_tpu):
     """The whole module with the kernels in it, with the limits of the published arrays in float32."""
     a = golden.arrays("latent_moe", "float32")
@@ -148,7 +146,6 @@ def test_golden_latent_moe(compiled_for_tpu):
     assert_no_race()
 
 
-@pytest.mark.numerics
 def test_golden_experts_in_bfloat16(compiled_for_tpu):
     """Each matmul of the golden module's experts: operands rounded to bfloat16, expected values in float64."""
     a = golden.arrays("latent_moe", "float32")

@@ -91,7 +91,9 @@ def test_forms_agree_and_the_choice_is_logged_once(caplog: pytest.LogCaptureFixt
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["recurrent", "chunked", "chunked64"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("recurrent", marks=pytest.mark.slow), "chunked", pytest.param("chunked64", marks=pytest.mark.slow)]
+)
 def test_gradients_are_finite(form: str) -> None:
     """Zero keys, queries and values, gates far outside, and a row of nothing but padding."""
     inputs = arrays(batch=3, tokens=70)
@@ -112,6 +114,7 @@ def test_backward_keeps_inputs_and_one_state_per_chunk() -> None:
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(kept)) <= sum(x.size for x in inputs[:7]) + states
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_tokens() -> None:
     """By the compiler's own count, for the whole gradient: doubling T doubles it, and no T x T array would fit in it."""
 

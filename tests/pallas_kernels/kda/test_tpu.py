@@ -25,7 +25,7 @@ from tests.pallas_kernels.kda.cases import LOWER_BOUND, Inputs, Results, assert_
 from tests.quick import QUICK_COMPILE
 from tests.x64 import float64
 
-pytestmark = pytest.mark.numerics
+pytestmark = pytest.mark.aot
 
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 SMALL = {"lower_bound": LOWER_BOUND, "chunk": 32, "chunks_per_block": 2, "interpret": INTERPRET}
