@@ -69,8 +69,8 @@ def load_config(folder):
     [
         (["--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
         (["--num-samples", "-1"], "--num-samples -1: must be at least 1"),
-        (["--temperature", "nan"], "--temperature nan: must be zero or more"),
-        (["--temperature", "-0.1"], "--temperature -0.1: must be zero or more"),
+        (["--temperature", "nan"], "--temperature nan: must be 0, or at least 0.001"),
+        (["--temperature", "-0.1"], "--temperature -0.1: must be 0, or at least 0.001"),
         (["--top-k", "0"], "--top-k 0: must be at least 1"),
         (["--top-p", "0"], "--top-p 0.0: must be above 0"),
         (["--top-p", "1.5"], "--top-p 1.5: must be above 0 and at most 1"),
