@@ -59,7 +59,8 @@ def measure(path: Path, fields: list[str]) -> dict[str, Any]:
         outcome = loop.run(experiment, Path(folder), console=Console(stderr=True))
         lines = [line for line in metrics.read(Path(folder) / loop.METRICS_FILE) if "loss" in line]
     settled = [line for line in lines if line["step"] > outcome.steps / 10]
-    shown = [line for line in lines if line["step"] in {1, *(round(outcome.steps * part / 10) for part in range(1, 11))}]
+    marks = [outcome.steps * part / 10 for part in range(11)]  # not every step has a line
+    shown = {line["step"]: line["loss"] for line in (min(lines, key=lambda line: abs(line["step"] - mark)) for mark in marks)}
     rates = [line["tokens_per_second"] for line in settled]
     device = jax.devices()[0]
     memory = device.memory_stats() or {}
@@ -76,8 +77,8 @@ def measure(path: Path, fields: list[str]) -> dict[str, Any]:
         "tokens_per_second_spread": [min(rates), max(rates)],
         "mfu": statistics.median(line["mfu"] for line in settled) if "mfu" in settled[-1] else None,
         "peak_memory_bytes": memory.get("peak_bytes_in_use"),
-        "loss": {line["step"]: round(line["loss"], 4) for line in shown},
-        "expert_load_max_over_mean": max(max(line["expert_load_max_over_mean"]) for line in lines if line["step"] >= 50),
+        "loss": {step: None if loss is None else round(loss, 4) for step, loss in shown.items()},
+        "expert_load_max_over_mean": max((max(line["expert_load_max_over_mean"]) for line in lines if line["step"] >= 50), default=None),
         "heldout_bits_per_byte": outcome.heldout_bits_per_byte,
         "versions": versions(),
     }
@@ -86,15 +87,19 @@ def measure(path: Path, fields: list[str]) -> dict[str, Any]:
 def describe(row: dict[str, Any]) -> str:
     """A line for the person."""
     memory = row["peak_memory_bytes"]
+    losses = list(row["loss"].values())
+
+    def shown(value: float | None) -> str:
+        return "not finite" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
     figures = [
         f"{row['parameters'] / 1e6:.1f} M parameters on {row['devices']} x {row['device']}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
         *([f"MFU {100 * row['mfu']:.1f} %"] if row["mfu"] else []),
         *([f"{memory / 2**30:.1f} GiB"] if memory else []),
-        f"loss {next(iter(row['loss'].values())):.3f} -> {list(row['loss'].values())[-1]:.3f}",
-        f"held out {row['heldout_bits_per_byte']:.3f} bits per byte",
+        f"loss {shown(losses[0])} -> {shown(losses[-1])}",
+        f"held out {shown(row['heldout_bits_per_byte'])} bits per byte",
     ]
-    assert all(math.isfinite(value) for value in row["loss"].values())
     return f"{row['experiment']}: " + ", ".join(figures)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -46,7 +47,9 @@ def matmuls(groups: Sequence[tuple[jax.Array, Sequence[tuple]]], interpret: bool
                 plgpu.wgmma(acc, a, b)
         plgpu.wgmma_wait(0)
 
-    return list(pl.run_state(issue)(tuple(plgpu.ACC.init(init) for init, _ in groups)))
+    results = pl.run_state(issue)(tuple(plgpu.ACC.init(init) for init, _ in groups))
+    # Without the barrier LLVM may move a use of one result before the wait, and ptxas then makes every product of the kernel wait.
+    return [lax.optimization_barrier(result) for result in results] if len(groups) > 1 else list(results)
 
 
 def _emulated(init, terms):
