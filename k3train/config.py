@@ -22,6 +22,7 @@ Activation = Literal["situ_glu", "swiglu"]
 Balancing = Literal["quantile", "sign", "none"]
 ScheduleKind = Literal["cosine", "wsd", "constant"]
 Float = Literal["bfloat16", "float32", "float64"]
+Kernels = Literal["auto", "xla"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +280,8 @@ class Experiment:
     """The run is written to `runs_folder/name`."""
     seed: int = 0
     """Seed of the parameters' initialisation."""
+    kernels: Kernels = "auto"
+    """`auto`: those written for the device where they apply (the choice is logged), else XLA's forms; `xla`: these alone, to compare."""
     deterministic: bool = False
     """On GPUs: only kernels whose results do not change from run to run, tuned once per run folder. Elsewhere it changes nothing."""
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 
 import pallas_kernels.kda
+from k3train.config import Kernels
 from k3train.models.attention import causal_attention
 from k3train.models.short_conv import short_conv
 from pallas_kernels.moe_dispatch import routed_experts, router_histogram
@@ -86,7 +87,10 @@ class Layout(Protocol):
 
 
 class LocalLayout:
-    """The one-device form: calls the kernels."""
+    """The one-device form: calls the kernels, those written for the device where they apply or (`xla`) XLA's forms alone."""
+
+    def __init__(self, kernels: Kernels = "auto"):
+        self.kernels: Kernels = kernels
 
     def kda(self, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
         """See `Layout.kda`."""
@@ -97,9 +101,10 @@ class LocalLayout:
 
     def kda_from(self, state_BHKV, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
         """`Layout.kda` from a state before the row's first document on (None: zero), with the state after its last; single tokens too."""
+        several = "chunked" if self.kernels == "xla" else None
         return pallas_kernels.kda.kda(
             q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT,
-            initial_state_BHKV=state_BHKV, implementation="recurrent" if q_BTHK.shape[1] == 1 else None,
+            initial_state_BHKV=state_BHKV, implementation="recurrent" if q_BTHK.shape[1] == 1 else several,
         )  # fmt: skip
 
     def attention(self, q_BTHK, k_BTHK, v_BTHV, *, scale, segment_ids_BT):
@@ -115,7 +120,7 @@ class LocalLayout:
         latent, active = z_BTL.shape[-1], expert_ids_BTk.shape[-1]
         u_SL = routed_experts(
             z_BTL.reshape(-1, latent), expert_ids_BTk.reshape(-1, active), weights_BTk.reshape(-1, active),
-            w_gate_ELF, w_up_ELF, w_down_EFL, activation=activation,
+            w_gate_ELF, w_up_ELF, w_down_EFL, activation=activation, implementation="xla" if self.kernels == "xla" else None,
         )  # fmt: skip
         return u_SL.reshape(z_BTL.shape)
 

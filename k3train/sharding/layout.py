@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from k3train.config import Kernels
 from k3train.models.layout import Layout, LocalLayout
 from k3train.sharding.mesh import ROWS
 from k3train.sharding.rules import activation_spec
@@ -21,16 +22,16 @@ from k3train.sharding.rules import activation_spec
 SPLIT, WHOLE = PartitionSpec(ROWS), PartitionSpec()
 
 
-def sharded_layout(mesh: Mesh) -> Layout:
+def sharded_layout(mesh: Mesh, kernels: Kernels = "auto") -> Layout:
     """The form of the Layout for a mesh; one device needs no wrapping."""
-    return ShardedLayout(mesh) if mesh.size > 1 else LocalLayout()
+    return ShardedLayout(mesh, kernels) if mesh.size > 1 else LocalLayout(kernels)
 
 
 class ShardedLayout:
     """Data-parallel form: rows are split over `replica` and `fsdp`."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.local = mesh, LocalLayout()
+    def __init__(self, mesh: Mesh, kernels: Kernels = "auto"):
+        self.mesh, self.local = mesh, LocalLayout(kernels)
 
     def kda(self, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
         """See `Layout.kda`."""

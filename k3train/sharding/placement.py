@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
-from k3train.config import MeshConfig
+from k3train.config import Kernels, MeshConfig
 from k3train.models.layout import Layout
 from k3train.sharding.layout import SPLIT, WHOLE, sharded_layout
 from k3train.sharding.mesh import make_mesh
@@ -41,11 +41,11 @@ class Placement:
         return parameter_shardings(axes, params, self.mesh)
 
 
-def place(config: MeshConfig) -> Placement:
+def place(config: MeshConfig, kernels: Kernels = "auto") -> Placement:
     """Lays a run out over all devices.
 
     Raises:
       UserError: the degrees do not multiply to the device count.
     """
     mesh = make_mesh(config)
-    return Placement(mesh=mesh, layout=sharded_layout(mesh))
+    return Placement(mesh=mesh, layout=sharded_layout(mesh, kernels))

@@ -55,7 +55,7 @@ def assemble(experiment: Experiment, boundary_id: int) -> Assembly:
     dtypes = experiment.model.dtypes
     if "float64" in (dtypes.parameters, dtypes.compute) and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise UserError("model.dtypes asks for float64: set JAX_ENABLE_X64=1 in the environment, or use float32.")
-    placement = place(experiment.mesh)
+    placement = place(experiment.mesh, experiment.kernels)
     _check_rows(experiment, placement.row_shards)
     graphdef, params, axes = parameters.abstract(experiment.model)
     optimizer, train_step = training(experiment, graphdef, axes, placement)

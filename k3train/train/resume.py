@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Permission = Literal["learning-rate", "data"]
 PERMISSIONS: tuple[Permission, ...] = ("learning-rate", "data")
 
-FREE = ("name", "runs_folder", "mesh.", "checkpoint.", "logging.", "evaluation.", "optimizer.max_skipped_steps")
-"""Where the run goes on, what is saved and shown, and when it gives up."""
+FREE = ("name", "runs_folder", "mesh.", "kernels", "checkpoint.", "logging.", "evaluation.", "optimizer.max_skipped_steps")
+"""Where and by which kernels the run goes on, what is saved and shown, and when it gives up."""
 LEARNING_RATE = (
     "optimizer.peak_lr",
     "optimizer.muon.peak_lr",

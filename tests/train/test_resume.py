@@ -49,6 +49,7 @@ def changed(settings: dict[str, Any], experiment: Experiment = EXPERIMENT) -> Ex
 NEEDS = [
     ("name", "moved", None),
     ("runs_folder", "elsewhere", None),
+    ("kernels", "xla", None),
     ("mesh.replica", 2, None),
     ("mesh.fsdp", 4, None),
     ("checkpoint.every_steps", 9, None),
