@@ -34,6 +34,11 @@ def test_without_overrides_the_file_decides(tiny_experiment):
     assert (experiment.name, experiment.model.d_model, experiment.optimizer.peak_lr) == ("tiny", 16, 1e-3)
 
 
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "experiments").glob("*.py")), ids=lambda path: path.stem)
+def test_the_shipped_experiments_hold_together(path):
+    assert resolve(path).validate() == experiments.load(path)
+
+
 def test_overrides_are_typed_and_take_dashes_and_underscores(tiny_experiment):
     experiment = resolve(
         tiny_experiment, "--model.d-model", "32", "--model.kda.head_dim=4", "--optimizer.peak-lr", "1",

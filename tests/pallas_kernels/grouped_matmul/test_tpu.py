@@ -18,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
+from k3train.config import DtypePolicy
 from k3train.models.latent_moe import LatentMoE
+from k3train.models.layout import LocalLayout
 from pallas_kernels.grouped_matmul import grouped_matmul, tpu, tpu_tiles
 from pallas_kernels.grouped_matmul.tpu_rows import rows_matmul
 from pallas_kernels.grouped_matmul.tpu_tiles import Chip, RowsTiles, WeightsTiles, choose_rows_tiles, choose_weights_tiles, list_visits
@@ -26,6 +28,7 @@ from pallas_kernels.grouped_matmul.tpu_weights import weights_gradient
 from pallas_kernels.target import Target
 from tests.golden import check
 from tests.models import test_golden_modules as golden
+from tests.x64 import float64
 
 pytestmark = pytest.mark.aot
 
@@ -165,6 +168,90 @@ def test_golden_experts_in_bfloat16(compiled_for_tpu):
         for what, actual, wanted in zip(("y", "dx", "dw"), results, expected, strict=True):
             assert_close(actual, wanted, "bfloat16", f"{what} of {name}")
     assert_no_race()
+
+
+class KernelsInBfloat16(LocalLayout):
+    """The experts' matmuls take and give bfloat16; what lies around them keeps its type."""
+
+    def experts(self, z_BTL, expert_ids_BTk, weights_BTk, *matrices, activation):
+        z_BTL, *matrices = (array.astype(jnp.bfloat16) for array in (z_BTL, *matrices))
+        return super().experts(z_BTL, expert_ids_BTk, weights_BTk, *matrices, activation=activation)
+
+
+class ByDefinition(LocalLayout):
+    """Each slot times its own expert's matrices, rounded to bfloat16 where `places` says, values and their gradients alike."""
+
+    places = ()
+
+    def experts(self, z_BTL, expert_ids_BTk, weights_BTk, *matrices, activation):
+        def at(place, array):
+            return jax.lax.reduce_precision(array, 8, 7) if place in self.places else array
+
+        ids_M, weight_M1 = expert_ids_BTk.reshape(-1), weights_BTk.reshape(-1, 1)
+        w_gate_MLF, w_up_MLF, w_down_MFL = (at("matrices", matrix)[ids_M] for matrix in matrices)
+        z_SL = at("z", z_BTL).reshape(-1, z_BTL.shape[-1])
+        rows_ML = at("rows", jnp.repeat(z_SL, expert_ids_BTk.shape[-1], axis=0))
+        gate_MF, up_MF = (at("gate and up", jnp.einsum("ml,mlf->mf", rows_ML, w)) for w in (w_gate_MLF, w_up_MLF))
+        hidden_MF = at("hidden", activation(gate_MF, up_MF) * weight_M1)
+        result_ML = at("results", jnp.einsum("mf,mfl->ml", hidden_MF, w_down_MFL))
+        return result_ML.reshape(*expert_ids_BTk.shape, -1).sum(axis=2)
+
+
+@pytest.fixture(scope="module")
+def rounded_moe():
+    """run(dtype, layout, compute) -> {name: y or a gradient}, of the golden module with all its arrays rounded to bfloat16."""
+    a = {key: np.asarray(value) for key, value in golden.arrays("latent_moe", "float32").items()}
+    a = {key: np.float32(value.astype(jnp.bfloat16)) if value.dtype == np.float32 else value for key, value in a.items()}
+
+    def run(dtype, layout, compute=None):
+        config = golden.config(dtype, dtypes=DtypePolicy(parameters=dtype, compute=compute or dtype))
+        params, segment_ids = golden.moe_params(lambda key: jnp.asarray(a[f"p:{key}"], dtype)), jnp.zeros(a["x"].shape[:2], jnp.int32)
+        x, dy = (jnp.asarray(a[key], compute or dtype) for key in ("x", "dy"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(golden, "LocalLayout", layout)
+            y, report, d_params, d_x = golden.run_module(LatentMoE(config), params, x, segment_ids, dy)
+        named = jax.tree_util.tree_flatten_with_path({"y": y, "x": d_x, **d_params})[0]
+        arrays = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(value, np.float64) for path, value in named}
+        assert not arrays.pop("router_bias").any()
+        return arrays, np.asarray(report["expert_ids"])
+
+    return run
+
+
+def distances(actual, expected):
+    return {name: float(np.linalg.norm(actual[name] - wanted) / np.linalg.norm(wanted)) for name, wanted in expected.items()}
+
+
+# From x to a matrix's gradient lie six roundings and more, each of 1.7e-3: z alone makes 3.0e-3 of it.
+MANY_ROUNDINGS = {"w_gate", "w_up", "w_down", "latent_down", "router"}
+EVERYWHERE = ("z", "rows", "gate and up", "hidden", "results", "matrices")
+
+
+def test_golden_latent_moe_in_bfloat16(compiled_for_tpu, rounded_moe):
+    """The whole module, float32 around the kernels, against float64: by the definition, with z rounded too, with all that the kernels round."""
+    actual, ids = rounded_moe("float32", KernelsInBfloat16)
+    assert_no_race()
+    errors = {}
+    for places in ((), ("z",), EVERYWHERE):
+        with float64():
+            expected, expected_ids = rounded_moe("float64", type("Rounded", (ByDefinition,), {"places": places}))
+        np.testing.assert_array_equal(ids, expected_ids)
+        errors[places] = distances(actual, expected)
+        print(f"\nLatentMoE, bfloat16 kernels, rounded at {places}:", {name: f"{error:.1e}" for name, error in errors[places].items()})
+    for name, error in errors[()].items():
+        assert error < (6e-3 if name in MANY_ROUNDINGS else TOLERANCE["bfloat16"]), f"{name}: {error:.1e}"
+    assert max(errors["z",].values()) < TOLERANCE["bfloat16"], errors["z",]
+    assert max(errors[EVERYWHERE].values()) < 5e-4, errors[EVERYWHERE]  # where a float32 sum falls to another side of a rounding
+
+
+def test_latent_moe_wholly_in_bfloat16_is_as_with_xla(rounded_moe, request):
+    """As training runs it. A CPU sums some of the products around the kernels in bfloat16, so XLA's form on it is the comparison."""
+    wanted, _ = rounded_moe("float32", LocalLayout, "bfloat16")
+    request.getfixturevalue("compiled_for_tpu")
+    actual, _ = rounded_moe("float32", LocalLayout, "bfloat16")
+    errors = distances(actual, wanted)
+    print("\nLatentMoE, all bfloat16, kernels and XLA:", {name: f"{error:.1e}" for name, error in errors.items()})
+    assert max(errors.values()) < 1e-3, errors
 
 
 # Sizes of 8 groups among at most 800 rows: one shape, so that a list compiles once.
