@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         type=Path,
         metavar="MODEL",
-        help="a run folder (newest checkpoint) or a Hugging Face folder (config.json, *.safetensors)",
+        help="a run folder or a Hugging Face folder (config.json, *.safetensors)",
     )
+    parser.add_argument("--step", type=int, metavar="S", help="a run's saved step (default: the newest)")
     parser.add_argument("--tokens", type=Path, required=True, metavar="TOKENS.npy", help="integer token ids [B, T], each row one document")
     parser.add_argument("--out", type=Path, required=True, metavar="LOGITS.npy", help="float32 logits [B, T, V] are written here")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows computed at a time (default: 8)")
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     from k3train.train import compile_cache
 
     compile_cache.enable()
-    config, params = load_model(options.model, float32=True)
+    config, params = load_model(options.model, step=options.step, float32=True)
     _check_range(tokens_BT, config.vocab_size, options.tokens)
     if not write_logits(config, params, tokens_BT, options.out, options.batch_size):
         raise not_finite(options.model, config, params, "the logits are")

@@ -266,8 +266,7 @@ class Checkpoints:
         good = next((step for step in others if not manifest.faults(self.folder / str(step))), None)
         if good is None:
             return "No good step is saved here. Bring the files back from a copy, or start the run anew. Nothing was changed."
-        way = f"k3train resume {self.folder.parent} --step {good}"
-        return f"The newest good step is {good}. To go on from there: {way}\nNothing was changed."
+        return f"The newest good step is {good}. To use it, give the command again with --step {good}. Nothing was changed."
 
     def _of_another_model(self, step: int) -> bool:
         """Whether the record names a model of other parameters. How it computes (dtypes, remat) makes no other model."""

@@ -168,3 +168,5 @@ def test_train_resume_and_score(tiny_experiment, tmp_path, capsys):
     assert score(folder, tmp_path / "tokens.npy", tmp_path / "logits.npy") == 0
     logits = np.load(tmp_path / "logits.npy")
     assert logits.shape == (2, 20, 257) and np.all(np.isfinite(logits)) and np.std(logits) > 0
+    assert score(folder, tmp_path / "tokens.npy", tmp_path / "other.npy", "--step", "99") == 2
+    assert "step 99 is not saved here" in " ".join(capsys.readouterr().err.split())

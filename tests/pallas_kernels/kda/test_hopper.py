@@ -69,10 +69,11 @@ def cotangents(inputs):
     return jnp.asarray(rng.normal(size=inputs[2].shape), jnp.bfloat16), jnp.asarray(rng.normal(size=inputs[7].shape), jnp.float32)
 
 
-def with_gradients(form, inputs, segment_ids, given):
-    """Output, final state and, if cotangents are given, the eight gradients; the recurrence runs in float64."""
+@functools.cache
+def compiled(form):
+    """Jitted (cotangents or None, segment ids, *inputs) -> results of a form: once for all tests with the same shapes."""
 
-    def results(given, *inputs):
+    def results(given, segment_ids, *inputs):
         def call(*inputs):
             return form(*inputs[:7], lower_bound=LOWER_BOUND, segment_ids_BT=segment_ids, initial_state_BHKV=inputs[7])
 
@@ -80,11 +81,18 @@ def with_gradients(form, inputs, segment_ids, given):
         cotangents = None if given is None else tuple(x.astype(y.dtype) for x, y in zip(given, found, strict=True))
         return (*found, *(() if given is None else pull_back(cotangents)))
 
+    return jax.jit(results)
+
+
+def with_gradients(form, inputs, segment_ids, given):
+    """Output, final state and, if cotangents are given, the eight gradients; the recurrence runs in float64, on the CPU."""
     if form is not kda_recurrent:
-        return jax.jit(results)(given, *inputs)
-    with float64():
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64), (given, *inputs))
-        return [np.asarray(x) for x in jax.jit(results)(*wide)]
+        return compiled(form)(given, segment_ids, *inputs)
+    if segment_ids is None:  # one document: the same program as with several
+        segment_ids = np.zeros(inputs[0].shape[:2], np.int32)
+    with float64(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        given, inputs = jax.tree.map(lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64), (given, inputs))
+        return [np.asarray(x) for x in compiled(form)(given, jnp.asarray(np.asarray(segment_ids)), *inputs)]
 
 
 def error(got, want):
