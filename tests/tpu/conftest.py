@@ -11,6 +11,13 @@ import pytest
 from tests.tpu.chips import VMEM
 
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs on a TPU, so processes may share it
+# Compiling the train step for tpu7x with JAX 0.10.2, libtpu's threads run out of stack where they estimate what fused matmuls cost.
+os.environ["LIBTPU_INIT_ARGS"] = f"--fibers_default_thread_stack_size={1 << 20} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
+
+
+@pytest.fixture(autouse=True)
+def really_compiled(fresh_compilation: None) -> None:
+    """Not from the persistent cache, which cannot give back programs for devices that are not there, and warns of each."""
 
 
 @pytest.fixture(params=VMEM, scope="module")
