@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.kda.inputs import Documents, Prepared, compute_dtype, number_documents, prepare
 from pallas_kernels.kda.matmul import HIGHEST, MatmulStyle, matmul, matmul_nt, matmul_tn, transposed
 from pallas_kernels.kda.tiles import TILE, decayed_products, unit_lower_inverse
+from pallas_kernels.target import target
 
 
 class _Static(NamedTuple):
@@ -124,7 +125,7 @@ def _static(v_BTHV: jax.Array, lower_bound: float, chunk_size: int | None) -> _S
     # 16-bit inputs: one pass of the matmul unit on float32 operands (TF32 on GPUs, BF16 on TPUs) with float32 accumulation rounds
     # no more than the inputs are. The inverse and the sums of log decays are at HIGHEST in any case.
     precision = jax.lax.Precision.DEFAULT if v_BTHV.dtype.itemsize == 2 else HIGHEST
-    platform = jax.default_backend()
+    platform = target().platform
     size = default_chunk_size(v_BTHV.shape[1], platform) if chunk_size is None else chunk_size
     if size < TILE or size % TILE or (size // TILE) & (size // TILE - 1):
         raise ValueError(f"chunk_size must be {TILE} times a power of two, got {chunk_size}")
