@@ -2,22 +2,29 @@
 
     python benchmarks/kda.py --peer path/to/fla_kda.py --output docs/benchmarks/kda_h200.json
 
-Every row draws random bf16 inputs on the device, warms up, and takes the median of seven windows of many dispatches each,
-waiting only at a window's end: calls of 0.2 ms and more hide the dispatch. The peer's script runs last, in a process of its
-own; each line it prints that reads as a dict with the keys B, T, H, D, fwd_ms, fwdbwd_ms, peak_extra_MB becomes a row.
+Every row has a process of its own: all compile at once, but one at a time has the GPU. It draws random bf16 inputs on the device, checks
+that two runs give the same finite bits, warms up, and takes the median of seven windows of many dispatches each, waiting only at
+a window's end: calls of 0.2 ms and more hide the dispatch. The peer's script runs last; each line it prints that reads as a dict with
+the keys B, T, H, D, fwd_ms, fwdbwd_ms, peak_extra_MB becomes a row. The peer's extra bytes hold its gradients, ours do not.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,8 +49,17 @@ def milliseconds(function: Callable, args: tuple, calls: int) -> tuple[float, fl
     return statistics.median(windows), max(windows) - min(windows)
 
 
+@contextmanager
+def gpu_alone() -> Iterator[None]:
+    """Only one process of this script at a time is inside."""
+    with open(Path(tempfile.gettempdir(), "k3train-benchmark-kda.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def row(implementation: str, shape: tuple[int, ...], backward: bool) -> dict:
     """One row of the table."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other rows' processes wait beside this one
     import jax
     import jax.numpy as jnp
 
@@ -54,12 +70,14 @@ def row(implementation: str, shape: tuple[int, ...], backward: bool) -> dict:
     else:
         form = kda_chunked
     batch, tokens, heads, width, documents = shape
-    keys = jax.random.split(jax.random.key(0), 8)
-    q, k, v, gate, d_o = (jax.random.normal(key, (batch, tokens, heads, width), jnp.bfloat16) for key in keys[:5])
-    beta = jax.random.normal(keys[5], (batch, tokens, heads), jnp.bfloat16)
-    a_log = jnp.log(jax.random.uniform(keys[6], (heads,), minval=1.0, maxval=16.0))
-    dt_bias = 0.1 * jax.random.normal(keys[7], (heads, width))
-    inputs = (q, k, v, gate, beta, a_log, dt_bias)
+
+    def draw() -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(0), 8)
+        q, k, v, gate, d_o = (jax.random.normal(key, (batch, tokens, heads, width), jnp.bfloat16) for key in keys[:5])
+        beta = jax.random.normal(keys[5], (batch, tokens, heads), jnp.bfloat16)
+        a_log = jnp.log(jax.random.uniform(keys[6], (heads,), minval=1.0, maxval=16.0))
+        return d_o, q, k, v, gate, beta, a_log, 0.1 * jax.random.normal(keys[7], (heads, width))
+
     ids = None if documents == 1 else jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32) * documents // tokens, (batch, tokens))
 
     def call(*inputs):
@@ -69,16 +87,29 @@ def row(implementation: str, shape: tuple[int, ...], backward: bool) -> dict:
         o, pull_back = jax.vjp(call, *inputs)
         return o, pull_back(d_o)
 
+    @jax.jit
+    def agree(first, second):
+        same = [jnp.all(a == b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)]
+        finite = [jnp.all(jnp.isfinite(a)) for a in jax.tree.leaves(first)]
+        return jnp.stack(same).all(), jnp.stack(finite).all()
+
+    shapes = jax.eval_shape(draw)
+    forward = jax.jit(call).lower(*shapes[1:]).compile()
+    program = jax.jit(both).lower(*shapes).compile() if backward else None
     calls = max(1, 20 * 8192 // max(tokens, 8192))
     found = dict(zip(("B", "T", "H", "K", "documents"), shape, strict=True)) | {"implementation": implementation}
-    forward = jax.jit(call).lower(*inputs).compile()
-    found["forward_ms"], found["forward_spread_ms"] = (round(x, 4) for x in milliseconds(forward, inputs, calls))
-    found["forward_extra_bytes"] = forward.memory_analysis().temp_size_in_bytes
-    found["forward_backward_ms"] = found["extra_bytes"] = None
-    if backward:
-        program = jax.jit(both).lower(d_o, *inputs).compile()
-        found["forward_backward_ms"] = round(milliseconds(program, (d_o, *inputs), max(1, calls // 4))[0], 4)
-        found["extra_bytes"] = program.memory_analysis().temp_size_in_bytes
+    with gpu_alone():
+        inputs = jax.jit(draw)()
+        found["forward_ms"], found["forward_spread_ms"] = (round(x, 4) for x in milliseconds(forward, inputs[1:], calls))
+        found["forward_extra_bytes"] = forward.memory_analysis().temp_size_in_bytes
+        found["forward_backward_ms"] = found["extra_bytes"] = None
+        if program is not None:
+            found["forward_backward_ms"], found["forward_backward_spread_ms"] = (
+                round(x, 4) for x in milliseconds(program, inputs, max(1, calls // 4))
+            )
+            found["extra_bytes"] = program.memory_analysis().temp_size_in_bytes
+        checked, arguments = (forward, inputs[1:]) if program is None else (program, inputs)
+        found["same_bits"], found["finite"] = (bool(x) for x in agree(checked(*arguments), checked(*arguments)))
     return found
 
 
@@ -121,6 +152,19 @@ def environment() -> dict[str, str]:
     return found
 
 
+def report(rows: list[dict], output: Path | None) -> None:
+    """Prints the rows so far, and writes them."""
+    for found in rows:
+        place = " ".join(f"{name}={found[name]}" for name in ("B", "T", "H", "K", "documents"))
+        print(
+            f"{found['implementation']:24s} {place:40s} forward {found['forward_ms']} ms, with backward {found['forward_backward_ms']} ms",
+            flush=True,
+        )
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     """Measures every shape and implementation, prints the table, and writes it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -131,23 +175,20 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a fourth of the peer's script")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    wanted = [(implementation, shape) for shape in options.shapes for implementation in options.implementations]
     rows = []
-    for shape in options.shapes:
-        for implementation in options.implementations:
+    with ProcessPoolExecutor(len(wanted), mp_context=get_context("spawn")) as processes:
+        waiting = [processes.submit(row, name, tuple(map(int, shape.split(","))), options.backward) for name, shape in wanted]
+        for (name, shape), result in zip(wanted, waiting, strict=True):
             try:
-                rows.append(row(implementation, tuple(map(int, shape.split(","))), options.backward))
+                rows.append(result.result())
             except Exception as failure:  # one shape that does not fit must not cost the others
-                print(f"{implementation} {shape}: {failure!r:.2000}", file=sys.stderr)
+                print(f"{name} {shape}: {failure!r:.2000}", file=sys.stderr)
+    report(rows, options.output)
     if options.peer:
-        rows += peer_rows(options.peer, 4 * options.timeout)
-    for found in rows:
-        place = " ".join(f"{name}={found[name]}" for name in ("B", "T", "H", "K", "documents"))
-        print(
-            f"{found['implementation']:24s} {place:40s} forward {found['forward_ms']} ms, with backward {found['forward_backward_ms']} ms"
-        )
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        with gpu_alone():
+            rows += peer_rows(options.peer, 4 * options.timeout)
+        report(rows, options.output)
 
 
 if __name__ == "__main__":

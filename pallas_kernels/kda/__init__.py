@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import Literal
 
 import jax
@@ -23,6 +24,7 @@ __all__ = ["Implementation", "chunk_transition", "kda", "kda_transition"]
 
 Implementation = Literal["recurrent", "chunked", "hopper", "tpu"]
 
+_HOPPER_JAX = (0, 11)
 _logger = logging.getLogger(__name__)
 
 
@@ -59,9 +61,9 @@ def kda(
         segment_ids_BT: signed integers; documents >= 0, -1 is padding (no state update, zero output). The state restarts where the id
             differs from that of the real token before; padding in between does not count.
         initial_state_BHKV: state before the row's first document; zero if None.
-        implementation: the form to use; None picks one and logs the choice once: `tpu` on TPUs for bf16 and float32 inputs, else
-            `chunked`; inside a `shard_map` the mesh's devices count. `hopper` must be asked for: it needs JAX 0.11, a Hopper GPU,
-            bf16 inputs and widths up to 128; its gradient in the present form has only been interpreted.
+        implementation: the form to use; None picks one and logs the choice once: `tpu` on TPUs for bf16 and float32 inputs, `hopper`
+            on Hopper GPUs for bf16 inputs of at most 128 channels (JAX 0.11 or newer), else `chunked`; inside a `shard_map` the mesh's
+            devices count.
 
     Returns:
         The output o_BTHV in v's dtype, and the last real document's final state [B, H, K, V] in float32 (float64 for float64 inputs).
@@ -78,7 +80,7 @@ def kda(
     elif implementation == "chunked":
         form = kda_chunked
     elif implementation == "hopper":
-        form = _hopper(*arguments[:4])
+        form = _hopper(*arguments[:4]).kda_hopper
     elif implementation == "tpu":
         form = _tpu(*arguments[:5])
     else:
@@ -96,7 +98,7 @@ def kda_transition(
     *,
     lower_bound: float,
     segment_ids_BT: jax.Array | None = None,
-    implementation: Literal["chunked", "tpu"] | None = None,
+    implementation: Literal["chunked", "hopper", "tpu"] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What a stretch of tokens does to any incoming state, S_out = M S_in + S_zero_start: report section 5.1.2 equation 17.
 
@@ -112,33 +114,53 @@ def kda_transition(
     if implementation == "tpu":
         _tpu(*arguments[:4])
         from pallas_kernels.kda.tpu import transition_tpu as form
+    elif implementation == "hopper":
+        form = _hopper(*arguments[:3]).transition_hopper
     elif implementation == "chunked":
         form = chunk_transition
     else:
-        raise ValueError(f'implementation must be "chunked", "tpu" or None, got {implementation!r}')
+        raise ValueError(f'implementation must be "chunked", "hopper", "tpu" or None, got {implementation!r}')
     return form(*arguments, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT)
 
 
+_KERNELS: dict[str, Literal["hopper", "tpu"]] = {"gpu": "hopper", "tpu": "tpu"}
+
+
 @functools.cache
-def _choose(platform: str, reason: str | None) -> Literal["chunked", "tpu"]:
+def _choose(platform: str, reason: str | None) -> Literal["chunked", "hopper", "tpu"]:
     """The form for a platform; `reason` is why its kernels do not apply. Cached, so that each choice is logged once."""
-    if platform == "tpu" and reason is None:
-        _logger.info("KDA on tpu: Mosaic kernels")
-        return "tpu"
     if reason is not None:
         _logger.warning("KDA on %s falls back to the slower chunked form (XLA): %s", platform, reason)
+    elif platform in _KERNELS:
+        _logger.info("KDA on %s: %s kernels", platform, {"gpu": "Mosaic GPU", "tpu": "Mosaic TPU"}[platform])
+        return _KERNELS[platform]
     else:
         _logger.info("KDA on %s: chunked (XLA)", platform)
     return "chunked"
 
 
-def _choice(*arrays: jax.Array) -> Literal["chunked", "tpu"]:
+def _choice(*arrays: jax.Array) -> Literal["chunked", "hopper", "tpu"]:
+    """For token inputs of which beta is the last."""
     platform = target().platform
-    if platform != "tpu":
-        return _choose(platform, None)
-    from pallas_kernels.kda import tpu  # only where it is used: its imports take time
+    if platform == "tpu":
+        from pallas_kernels.kda import tpu  # only where it is used: its imports take time
 
-    return _choose(platform, tpu.unsupported_reason(*arrays))
+        return _choose(platform, tpu.unsupported_reason(*arrays))
+    return _choose(platform, _hopper_refusal(*arrays[:-1]) if platform == "gpu" else None)
+
+
+def _hopper_refusal(*arrays: jax.Array) -> str | None:
+    """Why the Hopper kernels do not run on this process's GPU, or None."""
+    if jax.__version_info__ < _HOPPER_JAX:
+        return f"the kernels need JAX 0.11 or newer, this is {jax.__version__}"
+    if jax.default_backend() != "gpu":
+        return f"the default backend is {jax.default_backend()}"
+    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    if capability != "9.0":
+        return f"the GPU's compute capability is {capability}, the kernels are for 9.0 (H100, H200)"
+    from pallas_kernels.kda import hopper  # JAX 0.10 cannot import it
+
+    return hopper.unsupported_reason(*arrays)
 
 
 def _tpu(*arrays: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -150,12 +172,12 @@ def _tpu(*arrays: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return tpu.kda_tpu
 
 
-def _hopper(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, gate_BTHK: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    if jax.__version_info__ < (0, 11):
+def _hopper(*arrays: jax.Array) -> ModuleType:
+    if jax.__version_info__ < _HOPPER_JAX:
         raise ValueError(f'implementation "hopper" needs JAX 0.11 or newer, this is {jax.__version__}')
-    from pallas_kernels.kda import hopper  # JAX 0.10 cannot import it
+    from pallas_kernels.kda import hopper
 
-    reason = hopper.unsupported_reason(q_BTHK, k_BTHK, v_BTHV, gate_BTHK)
+    reason = hopper.unsupported_reason(*arrays)
     if reason is not None:
         raise ValueError(f'implementation "hopper" does not apply: {reason}')
-    return hopper.kda_hopper
+    return hopper

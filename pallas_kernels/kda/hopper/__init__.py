@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.hopper.backward import kda_backward
-from pallas_kernels.kda.hopper.forward import kda_forward
+from pallas_kernels.kda.hopper.backward import kda_backward, kda_transition_backward
+from pallas_kernels.kda.hopper.forward import kda_forward, kda_transition_forward
 from pallas_kernels.kda.hopper.prepare import WIDTH
 
-__all__ = ["kda_hopper", "unsupported_reason"]
+__all__ = ["kda_hopper", "transition_hopper", "unsupported_reason"]
 
 
 class _Static(NamedTuple):
@@ -25,13 +25,13 @@ class _Static(NamedTuple):
     interpret: Any
 
 
-def unsupported_reason(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, gate_BTHK: jax.Array) -> str | None:
-    """Why these inputs cannot go through the kernels, or None if they can. Looks at shapes and dtypes only."""
-    for name, array in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHV), ("gate", gate_BTHK)):
+def unsupported_reason(*arrays: jax.Array) -> str | None:
+    """Why these of q, k, v and gate cannot go through the kernels, or None if they can. Looks at shapes and dtypes only."""
+    for array in arrays:
         if array.dtype != jnp.bfloat16:
-            return f"{name} is {array.dtype}, the kernels take bfloat16"
+            return f"an input is {array.dtype}, the kernels take bfloat16"
         if array.shape[-1] > WIDTH:
-            return f"{name} has {array.shape[-1]} channels per head, the kernels take at most {WIDTH}"
+            return f"an input has {array.shape[-1]} channels per head, the kernels take at most {WIDTH}"
     return None
 
 
@@ -83,3 +83,47 @@ def _kda_backward(static, residuals, cotangents):
 
 
 _kda.defvjp(_kda_forward, _kda_backward)
+
+
+def transition_hopper(
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    gate_BTHK: jax.Array,
+    beta_BTH: jax.Array,
+    a_log_H: jax.Array,
+    dt_bias_HK: jax.Array,
+    *,
+    lower_bound: float,
+    segment_ids_BT: jax.Array | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What a stretch of tokens does to any incoming state, S_out = M S_in + S_zero_start: report section 5.1.2 equation 17.
+
+    Arguments and results as in `pallas_kernels.kda.chunk_transition`: (M_BHKK, S_zero_start_BHKV), float32; k, v and gate are
+    bfloat16 and K, V <= 128. Differentiable; the backward pass keeps the inputs only.
+
+    Raises:
+        ValueError: the kernels do not take these dtypes or widths.
+    """
+    reason = unsupported_reason(k_BTHK, v_BTHV, gate_BTHK)
+    if reason is not None:
+        raise ValueError(f"KDA on Hopper: {reason}")
+    inputs = (k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK)
+    return _transition(_Static(float(lower_bound), interpret), segment_ids_BT, *inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _transition(static, segment_ids_BT, *inputs):
+    return kda_transition_forward(*inputs, segment_ids_BT=segment_ids_BT, **static._asdict())
+
+
+def _transition_forward(static, segment_ids_BT, *inputs):
+    return _transition(static, segment_ids_BT, *inputs), (segment_ids_BT, inputs)
+
+
+def _transition_backward(static, residuals, cotangents):
+    segment_ids_BT, inputs = residuals
+    return None, *kda_transition_backward(*inputs, *cotangents, segment_ids_BT=segment_ids_BT, **static._asdict())
+
+
+_transition.defvjp(_transition_forward, _transition_backward)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.hopper.forward import Padded, pad_to, padded, padded_state
+from pallas_kernels.kda.hopper.forward import Padded, identities, pad_to, padded, padded_state
 from pallas_kernels.kda.hopper.gradients import input_gradients
 from pallas_kernels.kda.hopper.recurrence import recurrence
 from pallas_kernels.kda.hopper.reverse import reverse_recurrence
@@ -62,6 +62,37 @@ def kda_backward(
     return tuple(gradient.astype(x.dtype) for gradient, x in zip(gradients, raw, strict=True))
 
 
+def kda_transition_backward(
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    gate_BTHK: jax.Array,
+    beta_BTH: jax.Array,
+    a_log_H: jax.Array,
+    dt_bias_HK: jax.Array,
+    d_transition_BHKK: jax.Array,
+    d_zero_start_BHKV: jax.Array,
+    *,
+    lower_bound: float,
+    segment_ids_BT: jax.Array | None = None,
+    interpret=None,
+) -> tuple[jax.Array, ...]:
+    """Gradients of the first six arguments, in their dtypes: those of two walks whose outputs nobody reads, summed."""
+    batch, _, num_heads, k_width = k_BTHK.shape
+    zero_values_BTHK = jnp.zeros_like(k_BTHK)
+    walks = (
+        (v_BTHV, jnp.zeros(d_zero_start_BHKV.shape, jnp.float32), d_zero_start_BHKV),
+        (zero_values_BTHK, identities(batch, num_heads, k_width), d_transition_BHKK),
+    )
+    (_, d_k, d_v, *rest, _), (_, d_k_again, _, *rest_again, _) = (
+        kda_backward(
+            k_BTHK, k_BTHK, values, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, start, jnp.zeros_like(values), d_final,
+            lower_bound=lower_bound, segment_ids_BT=segment_ids_BT, interpret=interpret,
+        )
+        for values, start, d_final in walks
+    )  # fmt: skip
+    return d_k + d_k_again, d_v, *(a + b for a, b in zip(rest, rest_again, strict=True))
+
+
 def _padded_gradients(inputs: Padded, d_o_BTHV, d_final_BHVK, *, lower_bound: float, scale: float, interpret):
     """Gradients of values, state, q, k, gate, and the step size's sums, all padded."""
     operands = inputs.operands(lower_bound=lower_bound, scale=scale, interpret=interpret)
@@ -70,7 +101,7 @@ def _padded_gradients(inputs: Padded, d_o_BTHV, d_final_BHVK, *, lower_bound: fl
     operands, d_states = jax.lax.optimization_barrier((operands, d_states))
     u_BTHV, _, states = recurrence(operands, inputs.v_BTHV, inputs.state_BHVK, keep_states=True, interpret=interpret)
     gradients = input_gradients(
-        inputs.q_BTHK, inputs.k_BTHK, inputs.gate_BTHK, inputs.slope_HK, inputs.shift_HK, inputs.runs,
+        inputs.q_BTHK, inputs.k_BTHK, inputs.gate_BTHK, inputs.slope_H, inputs.shift_HK, inputs.runs,
         u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, operands["decay"],
         lower_bound=lower_bound, scale=scale, interpret=interpret,
     )  # fmt: skip

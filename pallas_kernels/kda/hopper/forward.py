@@ -29,9 +29,9 @@ def chunk_runs(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def gate_affine(a_log_H: jax.Array, dt_bias_HK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`slope`, `shift` [H, K], FP32: 2^(gate slope + shift) is exp of minus the gate's sigmoid argument."""
-    slope_HK = jnp.broadcast_to(-math.log2(math.e) * jnp.exp(a_log_H.astype(jnp.float32))[:, None], dt_bias_HK.shape)
-    return slope_HK, slope_HK * dt_bias_HK.astype(jnp.float32)
+    """`slope` [H] and `shift` [H, K], FP32: 2^(gate slope + shift) is exp of minus the gate's sigmoid argument."""
+    slope_H = -math.log2(math.e) * jnp.exp(a_log_H.astype(jnp.float32))
+    return slope_H, slope_H[:, None] * dt_bias_HK.astype(jnp.float32)
 
 
 def pad_to(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
@@ -51,14 +51,14 @@ class Padded(NamedTuple):
     v_BTHV: jax.Array
     gate_BTHK: jax.Array
     beta_BHT: jax.Array
-    slope_HK: jax.Array
+    slope_H: jax.Array
     shift_HK: jax.Array
     runs: tuple[jax.Array, jax.Array] | None
     state_BHVK: jax.Array
 
     def operands(self, *, lower_bound: float, scale: float, interpret) -> dict[str, jax.Array]:
         """The chunk operands."""
-        inputs = self.q_BTHK, self.k_BTHK, self.gate_BTHK, self.beta_BHT, self.slope_HK, self.shift_HK, self.runs
+        inputs = self.q_BTHK, self.k_BTHK, self.gate_BTHK, self.beta_BHT, self.slope_H, self.shift_HK, self.runs
         operands = prepare(*inputs, lower_bound=lower_bound, scale=scale, interpret=interpret)
         return {str(name): array for name, array in operands.items()}
 
@@ -79,14 +79,14 @@ def padded(q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, ini
     beta_BTH = pad_to(sigmoid(beta_BTH.astype(jnp.float32)), {1: padded_tokens})
     if segment_ids_BT is not None:
         beta_BTH = jnp.where(segment_ids_BT[..., None] >= 0, beta_BTH, 0)
-    slope_HK, shift_HK = gate_affine(a_log_H, pad_to(dt_bias_HK, {1: WIDTH}))
+    slope_H, shift_HK = gate_affine(a_log_H, pad_to(dt_bias_HK, {1: WIDTH}))
     return Padded(
         pad_to(q_BTHK, wide),
         pad_to(k_BTHK, wide),
         pad_to(v_BTHV, wide),
         pad_to(gate_BTHK, wide),
         beta_BTH.transpose(0, 2, 1),
-        slope_HK,
+        slope_H,
         shift_HK,
         None if segment_ids_BT is None else chunk_runs(segment_ids_BT),
         state_BHVK,
@@ -121,3 +121,35 @@ def kda_forward(
     operands = inputs.operands(lower_bound=lower_bound, scale=k_width**-0.5, interpret=interpret)
     o_BTHV, state_BHVK = recurrence(operands, inputs.v_BTHV, inputs.state_BHVK, interpret=interpret)
     return o_BTHV[:, :num_tokens, :, :v_width], state_BHVK[:, :, :v_width, :k_width].swapaxes(2, 3)
+
+
+def kda_transition_forward(
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    gate_BTHK: jax.Array,
+    beta_BTH: jax.Array,
+    a_log_H: jax.Array,
+    dt_bias_HK: jax.Array,
+    *,
+    lower_bound: float,
+    segment_ids_BT: jax.Array | None = None,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array]:
+    """(M_BHKK, S_zero_start_BHKV) in FP32: the final states of the identity without values, and of zero with them."""
+    batch, _, num_heads, k_width = k_BTHK.shape
+    v_width = v_BTHV.shape[3]
+    # Queries move no state; their place is filled and their products are dropped.
+    inputs = padded(k_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, None, segment_ids_BT)
+    operands = inputs.operands(lower_bound=lower_bound, scale=k_width**-0.5, interpret=interpret)
+    _, zero_start_BHVK = recurrence(operands, inputs.v_BTHV, inputs.state_BHVK, interpret=interpret)
+    identity_BHKK = padded_state(identities(batch, num_heads, k_width))
+    _, transition_BHKK = recurrence(operands, jnp.zeros_like(inputs.v_BTHV), identity_BHKK, interpret=interpret)
+    return (
+        transition_BHKK[:, :, :k_width, :k_width].swapaxes(2, 3),
+        zero_start_BHVK[:, :, :v_width, :k_width].swapaxes(2, 3),
+    )
+
+
+def identities(batch: int, num_heads: int, width: int) -> jax.Array:
+    """One identity matrix per row and head, FP32."""
+    return jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), (batch, num_heads, width, width))

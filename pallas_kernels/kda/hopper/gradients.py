@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda.hopper.mma import COLUMN, ROW, WGMMA, matmuls, tile, zeros
+from pallas_kernels.kda.hopper.mma import COLUMN, ROW, WGMMA, load_wide, matmuls, tile, zeros
 from pallas_kernels.kda.hopper.prepare import (
     BLOCKS,
     CHUNK,
@@ -45,7 +45,8 @@ def _body(
     q_ref, k_ref, gate_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, sums_ref, zero_ref,
     u_ref, d_r_ref, d_o_ref, states_ref, d_states_ref, decay_ref,
     d_q_ref, d_k_ref, d_gate_ref, d_beta_ref,
-    k_s, q_s, gate_union, u_s, left_s, state_union, pairs_s, signs_s, sums_s, row_sums_s, decay_s, loaded, constants, joined,
+    k_all, q_all, gate_union, u_all, left_all, state_union, pairs_all, signs_all, sums_all, row_sums_s, decay_s, loaded_first,
+    loaded_second, loaded_last, constants, joined,
     *, num_chunks: int, num_heads: int, num_items: int, items_each: int, bound: float, scale: float, packed: bool,
     interpret: bool,
 ):  # fmt: skip
@@ -53,8 +54,7 @@ def _body(
     start = lax.axis_index("blocks") * items_each
     end = jnp.minimum(start + items_each, num_items)
     square = (CHUNK, CHUNK)
-    raw_s, g_s = gate_union
-    (before_s, after_s), scratch_s = state_union
+    (before_all, after_all), scratch_all = state_union
 
     def place(item):
         return lax.rem(item, num_chunks), lax.rem(lax.div(item, num_chunks), num_heads), lax.div(item, num_chunks * num_heads)
@@ -62,29 +62,30 @@ def _body(
     def put(ref, value):
         ref[...] = value.astype(jnp.bfloat16)
 
-    def rounded(value):
-        return lax.optimization_barrier(value.astype(jnp.bfloat16)).astype(jnp.float32)
-
     def meet(number):
         plgpu.barrier_arrive(joined.at[number])
         plgpu.barrier_wait(joined.at[number])
 
-    def fetch(item):
+    # The next chunk's data, in the order in which this one's places become free.
+    first_tiles = (states_ref, before_all), (d_states_ref, after_all), (gate_ref, gate_union[0])
+    second_tiles = (k_ref, k_all), (q_ref, q_all)
+    last_tiles = (d_o_ref, left_all), (d_r_ref, left_all), (u_ref, u_all)
+
+    def fetch(item, tiles, loaded):
         n, h, b = place(item)
-        tokens = pl.ds(n * CHUNK, CHUNK)
-        for ref, target in ((states_ref, before_s), (d_states_ref, after_s)):
-            plgpu.copy_gmem_to_smem(ref.at[b, h, n], target, loaded)
-        for ref, target in ((d_o_ref, left_s.at[0]), (d_r_ref, left_s.at[1]), (u_ref, u_s), (k_ref, k_s), (q_ref, q_s), (gate_ref, raw_s)):
-            plgpu.copy_gmem_to_smem(ref.at[b, tokens, h], target, loaded)
+        for number, (ref, target) in enumerate(tiles):
+            source = ref.at[b, h, n] if ref is states_ref or ref is d_states_ref else ref.at[b, pl.ds(n * CHUNK, CHUNK), h]
+            plgpu.copy_gmem_to_smem(source, target.at[number if target is left_all else 0], loaded)
 
     @pl.when(wg == 0)
     def _start():
-        plgpu.copy_gmem_to_smem(signs_ref, signs_s, constants)
-        plgpu.copy_gmem_to_smem(sums_ref, sums_s, constants)
-        fetch(start)
+        plgpu.copy_gmem_to_smem(signs_ref, signs_all, constants)
+        plgpu.copy_gmem_to_smem(sums_ref, sums_all.at[0], constants)
+        fetch(start, last_tiles, loaded_last)
+        fetch(start, first_tiles, loaded_first)
+        fetch(start, second_tiles, loaded_second)
 
     plgpu.barrier_wait(constants)
-    reference_signs, far_signs, start_signs, end_signs = (signs_s.at[CHUNK * i : CHUNK * (i + 1)] for i in range(4))
 
     def numbers(zero, layout):
         return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) + zero
@@ -95,10 +96,14 @@ def _body(
         # Made with a zero that was just read, addresses, descriptors and masks are made here; else before the loop, and spilled.
         zero = zero_ref[0]
         own = wg + zero
+        k_s, q_s, raw_s, g_s, u_s, before_s, after_s, sums_s = (
+            ref.at[zero] for ref in (k_all, q_all, *gate_union, u_all, before_all, after_all, sums_all)
+        )
+        reference_signs, far_signs, start_signs, end_signs = (signs_all.at[zero + i] for i in range(4))
         mine = pl.ds(own * HALF, HALF)
 
         def scratch(number):
-            return scratch_s.at[4 * own + number]
+            return scratch_all.at[4 * own + number]
 
         def at(number):
             """A traced index: among traced ones, a literal of an operand does not lower."""
@@ -119,35 +124,37 @@ def _body(
             def _sums():
                 put(sums_s, jnp.where(same & (columns >= rows), 1.0, 0.0))
 
-        plgpu.barrier_wait(loaded)
+        plgpu.barrier_wait(loaded_last)
 
         # What needs S and D.
-        [pairs] = matmuls([(zeros(*square), [(left_s.at[own], u_s.transpose((1, 0)))])], interpret)
-        put(pairs_s.at[own], jnp.where(keep, pairs * jnp.where(wg == 0, 1.0, -1.0), 0.0))
-        products = [(left_s.at[at(0)], before_s), (left_s.at[at(1)], before_s), (u_s, after_s)]
+        [pairs] = matmuls([(zeros(*square), [(left_all.at[own], u_s.transpose((1, 0)))])], interpret)
+        put(pairs_all.at[own], jnp.where(keep, pairs * jnp.where(wg == 0, 1.0, -1.0), 0.0))
+        plgpu.barrier_wait(loaded_first)
+        products = [(left_all.at[at(0)], before_s), (left_all.at[at(1)], before_s), (u_s, after_s)]
         products = matmuls([(zeros(*square), [(left, right.at[:, mine])]) for left, right in products], interpret)
         d_q_grown, d_k_grown, d_k_left = (x.astype(jnp.bfloat16) for x in products)
 
         def whole(ref):
-            return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+            return load_wide(ref, interpret)
 
         def half(ref):
             return whole(ref.at[:, mine])
 
         def columns_by_rows(ref):
-            return plgpu.load(ref.transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
+            return load_wide(ref.transpose((1, 0)), interpret)
 
         diagonal = 0.0
         for i in range(2):
             values = pl.ds(i * HALF, HALF)
             diagonal = diagonal + sum_of_rows(columns_by_rows(before_s.at[values, mine]) * columns_by_rows(after_s.at[values, mine]))
-        decay_s.at[wg][...] = diagonal * vector(decay_ref.at[b, h, n, mine], ROW)
+        decay_s.at[own][...] = diagonal * vector(decay_ref.at[b, h, n, mine], ROW)
+        plgpu.barrier_wait(loaded_second)
         k, q = half(k_s), half(q_s)
-        for number, product in enumerate((k * k, q * q, half(u_s) * half(left_s.at[1]))):
-            row_sums_s.at[2 * number + wg][...] = sum_of_rows(product)
+        for number, product in enumerate((k * k, q * q, half(u_s) * half(left_all.at[1]))):
+            row_sums_s.at[2 * number + own][...] = sum_of_rows(product)
         raw = half(raw_s)
-        slope, shift = vector(slope_ref.at[h, mine], COLUMN), vector(shift_ref.at[h, mine], COLUMN)
-        odds = jnp.exp2(jnp.minimum(raw * columns_of(slope, square) + columns_of(shift, square), 100.0))
+        shift = vector(shift_ref.at[h, mine], COLUMN)
+        odds = jnp.exp2(jnp.minimum(raw * slope_ref[h] + columns_of(shift, square), 100.0))
         root = lax.rsqrt(1.0 + odds)
         opened = root * root
         g = opened * (bound * math.log2(math.e))
@@ -160,12 +167,12 @@ def _body(
         plgpu.commit_smem()
         meet(0)
         # U, dR and dO have been read; their places hold what would fill the registers.
-        grown_s, ended_s, steep_s = left_s.at[0, :, mine], left_s.at[1, :, mine], u_s.at[:, mine]
+        grown_s, ended_s, steep_s = left_all.at[0, :, mine], left_all.at[1, :, mine], u_s.at[:, mine]
         for ref, value in ((grown_s, d_k_grown), (ended_s, d_k_left), (steep_s, steep)):
             ref[...] = value
 
         def total(number):
-            return plgpu.load(row_sums_s.at[2 * number], layout=ROW) + plgpu.load(row_sums_s.at[2 * number + 1], layout=ROW)
+            return plgpu.load(row_sums_s.at[at(2 * number)], layout=ROW) + plgpu.load(row_sums_s.at[at(2 * number + 1)], layout=ROW)
 
         @pl.when(wg == 0)
         def _beta():
@@ -182,59 +189,58 @@ def _body(
         def exponents(signs):
             return zeros(*square), [(signs, g_s.at[:, mine])]
 
-        [far] = matmuls([exponents(far_signs)], interpret)
-        put(scratch(1), key() * jnp.exp2(far))
-        [relative] = matmuls([exponents(reference_signs)], interpret)
-        early = rows_of(numbers(zero, ROW) < 32, square)
-        k, up = key(), jnp.exp2(relative)
-        put(scratch(0), k * jnp.exp2(-relative))
-        put(scratch(2), jnp.where(early, query() * up, 0.0))
-        put(scratch(3), jnp.where(early, k * up, 0.0))
+        near_s, far_s, q_up_s, k_up_s = (scratch(i) for i in range(4))
+        far, relative = matmuls([exponents(far_signs), exponents(reference_signs)], interpret)
+        put(far_s, key() * jnp.exp2(far))
+        put(near_s, key() * jnp.exp2(-relative))
+        up = jnp.exp2(relative)
+        put(q_up_s, query() * up)
+        put(k_up_s, key() * up)
         plgpu.commit_smem()
 
-        # Rows. Those of the first half meet `near` only, as their later columns are zero; those of the second half meet `far`.
-        def row_products(i):
-            return [(zeros(*square), [(pairs_s.at[at(i)], scratch(right))]) for right in (0, 1)]
+        # The pairs' parts must cancel in the sum for the decays: rows and columns multiply the same rounded factors.
+        def parts(vector):
+            early = vector < 32
+            return [jnp.where(early, *pair).astype(jnp.bfloat16) for pair in ((1.0, 0.0), (0.0, 1.0))]
 
-        near, far = matmuls(row_products(0), interpret)
-        inside = jnp.where(early, near, far)
-        [grown] = matmuls([exponents(start_signs)], interpret)
+        def row_product(i):
+            """Rows of the first half meet `near`, those of the second half `far`."""
+            left = plgpu.load(pairs_all.at[at(i)], layout=WGMMA)
+            early, late = (rows_of(part, square) for part in parts(numbers(zero, ROW)))
+            return zeros(*square), [(left * early, near_s), (left * late, far_s)]
+
+        inside, grown = matmuls([row_product(0), exponents(start_signs)], interpret)
         grown = jnp.exp2(grown)
         if packed:
             grown = grown * rows_of(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
         entered, q = grown * d_q_grown.astype(jnp.float32), query()
         d_q = inside * up + entered
-        # The pairs' parts must cancel: rows and columns multiply the same rounded factors.
-        logs = rounded(q * up) * inside + q * entered
-        row_sums_s.at[wg + 6][...] = sum_of_rows(q * d_q)
+        logs = whole(q_up_s) * inside + q * entered
+        row_sums_s.at[own + 6][...] = sum_of_rows(q * d_q)
         d_q = d_q.astype(jnp.bfloat16)
-        near, far = matmuls(row_products(1), interpret)
-        inside, entered = jnp.where(early, near, far), -grown * whole(grown_s)  # R has -Kg S
-        k = key()
-        logs = logs + rounded(k * up) * inside + k * entered
+        [inside], entered = matmuls([row_product(1)], interpret), -grown * whole(grown_s)  # R has -Kg S
+        logs = logs + whole(k_up_s) * inside + key() * entered
         d_k = inside * up + entered
         grown_s[...] = d_q
 
-        # Columns. Rows of the first half reach only its columns, by `near`; those of the second half all columns, by `far`.
-        def column_products(first):
-            return zeros(*square), [(pairs_s.at[at(i)].transpose((1, 0)), scratch(first + i)) for i in (0, 1)]
+        def column_product(half):
+            """What rows of one half send to all columns."""
+            mask = columns_of(parts(numbers(zero, COLUMN))[half], square)
+            lefts = [plgpu.load(pairs_all.at[at(i)].transpose((1, 0)), layout=WGMMA) * mask for i in (0, 1)]
+            return zeros(*square), list(zip(lefts, (q_up_s, k_up_s), strict=True))
 
-        plgpu.commit_smem()  # every warp's product has read `near` and `far`
-        put(scratch(0), jnp.where(early, 0.0, query() * up))
-        put(scratch(1), jnp.where(early, 0.0, key() * up))
-        plgpu.commit_smem()
-        near, far = matmuls([column_products(2), column_products(0)], interpret)
-        relative, from_far = matmuls([exponents(reference_signs), exponents(far_signs)], interpret)
-        down, from_far, k = jnp.exp2(-relative), jnp.exp2(from_far), key()
-        logs = logs - rounded(k * down) * near - rounded(k * from_far) * far
-        d_k = d_k + down * near + from_far * far
+        for half_number, signs, sign, factor_s in ((0, reference_signs, -1.0, near_s), (1, far_signs, 1.0, far_s)):
+            received, exponent = matmuls([column_product(half_number), exponents(signs)], interpret)
+            d_k = d_k + jnp.exp2(sign * exponent) * received
+            logs = logs - whole(factor_s) * received
+        k = key()
         [left] = matmuls([exponents(end_signs)], interpret)
         left = jnp.exp2(left)
         if packed:
             left = left * rows_of(jnp.where(run_row == last, 1.0, 0.0), square)
         ended = left * whole(ended_s)
         d_k = d_k + ended
-        row_sums_s.at[wg + 8][...] = sum_of_rows(k * d_k)
+        row_sums_s.at[own + 8][...] = sum_of_rows(k * d_k)
 
         # Sums over tokens, in two bf16 parts.
         plgpu.commit_smem()  # every warp's product has read the scratch memory
@@ -244,33 +250,44 @@ def _body(
             put(scratch(number), high)
             put(scratch(number + 1), value - high.astype(jnp.float32))
         plgpu.commit_smem()
-        init = columns_of(plgpu.load(decay_s.at[wg], layout=COLUMN), square) - ended  # earlier tokens only: without the token itself
+        init = columns_of(plgpu.load(decay_s.at[own], layout=COLUMN), square) - ended  # earlier tokens only: without the token itself
         signs = [sums_s, sums_s, sums_s.transpose((1, 0)), sums_s.transpose((1, 0))]
         [d_g] = matmuls([(init, [(sign, scratch(i)) for i, sign in enumerate(signs)])], interpret)
-        d_gate = d_g * whole(steep_s) * columns_of(vector(slope_ref.at[h, mine], COLUMN) * (-bound * math.log(2)), square)
+        d_gate = d_g * whole(steep_s) * (slope_ref[h] * (-bound * math.log(2)))
         meet(1)
+        more = (wg == 0) & (item + 1 < end)
+
+        @pl.when(more)
+        def _first():
+            fetch(item + 1, first_tiles, loaded_first)
+
         put(grown_s, (whole(grown_s) - query() * rows_of(total(3) * scale**-2, square)) * rows_of(q_scale, square))
         put(ended_s, (d_k - key() * rows_of(total(4), square)) * rows_of(k_scale, square))
         put(steep_s, d_gate)
         plgpu.commit_smem()
         meet(2)
 
+        @pl.when(more)
+        def _second():
+            fetch(item + 1, second_tiles, loaded_second)
+
         @pl.when(wg == 0)
         def _store():
-            for source, ref in ((left_s.at[0], d_q_ref), (left_s.at[1], d_k_ref), (u_s, d_gate_ref)):
+            for source, ref in ((left_all.at[0], d_q_ref), (left_all.at[1], d_k_ref), (u_all.at[0], d_gate_ref)):
                 plgpu.copy_smem_to_gmem(source, ref.at[b, tokens, h])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            @pl.when(item + 1 < end)
-            def _next():
-                fetch(item + 1)
+        @pl.when(more)
+        def _last():
+            fetch(item + 1, last_tiles, loaded_last)
 
     lax.fori_loop(start, end, chunk, None)
     plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("lower_bound", "scale", "interpret"))  # lowered once for all the layers that call it
 def input_gradients(
-    q_BTHK, k_BTHK, gate_BTHK, slope_HK, shift_HK, runs, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay,
+    q_BTHK, k_BTHK, gate_BTHK, slope_H, shift_HK, runs, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay,
     *, lower_bound: float, scale: float, interpret=None,
 ):  # fmt: skip
     """Gradients of q, k and gate (bf16, like them), and per token the sum of dR U, [B, H, T] in FP32.
@@ -303,18 +320,20 @@ def input_gradients(
         body,
         out_type=(like_inputs, like_inputs, like_inputs, jax.ShapeDtypeStruct((batch, num_heads, num_tokens), jnp.float32)),
         scratch_types=(
-            tile(chunk, bf16),
-            tile(chunk, bf16),
-            plgpu.RefUnion(tile(chunk, bf16), tile(chunk, fp16)),
-            tile(chunk, bf16),
+            tile((1, *chunk), bf16),
+            tile((1, *chunk), bf16),
+            plgpu.RefUnion(tile((1, *chunk), bf16), tile((1, *chunk), fp16)),
+            tile((1, *chunk), bf16),
             tile((2, *chunk), bf16),
-            plgpu.RefUnion((tile((WIDTH, WIDTH), bf16), tile((WIDTH, WIDTH), bf16)), tile((8, *square), bf16)),
+            plgpu.RefUnion((tile((1, WIDTH, WIDTH), bf16), tile((1, WIDTH, WIDTH), bf16)), tile((8, *square), bf16)),
             tile((2, *square), bf16),
-            tile((4 * CHUNK, CHUNK), fp16),
-            tile(square, bf16),
+            tile((4, *square), fp16),
+            tile((1, *square), bf16),
             plgpu.SMEM((10, CHUNK), jnp.float32),
             plgpu.SMEM((2, HALF), jnp.float32),
-            plgpu.Barrier(num_arrivals=8),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=2, num_barriers=3),
         ),
@@ -328,5 +347,5 @@ def input_gradients(
     run_BT, edge_B2N = runs
     constants = jnp.asarray(interval_signs(), fp16), jnp.triu(jnp.ones(square, bf16)), jnp.zeros(1, jnp.int32)
     # Vectors needed along rows and along columns come in twice: one load in two layouts has no solution for the compiler.
-    given = q_BTHK, k_BTHK, gate_BTHK, run_BT, run_BT, edge_B2N, slope_HK, shift_HK, *constants
+    given = q_BTHK, k_BTHK, gate_BTHK, run_BT, run_BT, edge_B2N, slope_H, shift_HK, *constants
     return kernel(*given, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay)

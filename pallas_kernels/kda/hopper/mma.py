@@ -42,7 +42,9 @@ def load_wide(ref, interpret: bool) -> jax.Array:
     narrow = plgpu.load(ref, layout=WGMMA)
     if interpret:
         return narrow.astype(jnp.float32)
-    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(narrow.shape, jnp.float32, layout=WGMMA))(_widen)(narrow)
+    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(narrow.shape, jnp.dtype(jnp.float32), layout=WGMMA))(
+        _widen
+    )(narrow)
 
 
 def _widen(ctx, narrow):
@@ -73,8 +75,8 @@ def matmuls(groups: Sequence[tuple[jax.Array, Sequence[tuple]]], interpret: bool
         plgpu.wgmma_wait(0)
 
     results = pl.run_state(issue)(tuple(plgpu.ACC.init(init) for init, _ in groups))
-    # Without the barrier LLVM may move a use of one result before the wait, and ptxas then makes every product of the kernel wait.
-    return [lax.optimization_barrier(result) for result in results] if len(groups) > 1 else list(results)
+    # Without the barrier LLVM may move a use before the wait (a negation, for example): then ptxas makes every product wait for itself.
+    return [lax.optimization_barrier(result) for result in results]
 
 
 def _emulated(init, terms):

@@ -12,8 +12,8 @@ by at most 2^-12 of its logarithm, and every use sees the same rounded g. L and 
 reference in their middle, which keeps |exponent| <= 16 * 5 nats (2^115.4, inside bf16); pairs across the two halves use the later
 half's reference, where the columns' exponents are <= 0. Products above the diagonal may overflow; they are dropped by a select.
 
-A persistent block per multiprocessor, two warpgroups, each with chunks of its own: they never meet, so one computes while the
-other waits.
+A persistent block per multiprocessor, three warpgroups, each with chunks of its own: they never meet, so one computes while
+another waits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda.hopper.mma import COLUMN, ROW, WGMMA, matmuls, tile, zeros
+from pallas_kernels.kda.hopper.mma import COLUMN, ROW, WGMMA, load_wide, matmuls, tile, zeros
 
 CHUNK = 64
 WIDTH = 128
 HALF = 64  # channels that are worked on at once
 BLOCKS = 132  # persistent blocks: one for each multiprocessor of an H100 or H200
-WORKERS = 2  # warpgroups of a block: with three, a thread has 168 registers and spills
+WORKERS = 3  # warpgroups of a block; 168 registers each
 LEVELS = 6  # doublings from diagonal blocks of one token to the chunk
 L2_EPSILON = 1e-6
 
@@ -60,7 +60,7 @@ def sum_of_rows(matrix):
 
 
 def interval_signs() -> np.ndarray:
-    """Four stacked matrices [C, C]: row i times the decays g is an exponent of token i.
+    """Four matrices [4, C, C]: row i times the decays g is an exponent of token i.
 
     From the reference of i's half to i (negative before it); from i to the second half's reference (negative after it); from the
     chunk's start to i; from i to the chunk's end.
@@ -68,7 +68,7 @@ def interval_signs() -> np.ndarray:
     row, column = np.indices((CHUNK, CHUNK))
     from_start = (column <= row).astype(np.float32)
     from_reference = from_start - (column <= 32 * (row // 32) + 15)
-    return np.concatenate([from_reference, (column <= 47) - from_start, from_start, column > row])
+    return np.stack([from_reference, (column <= 47) - from_start, from_start, column > row])
 
 
 def levels() -> np.ndarray:
@@ -100,8 +100,9 @@ def _inverse(lower, level, x_s, p_s, interpret):
 
 def _body(
     q_ref, k_ref, gate_ref, beta_ref, beta_again_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, levels_ref,
+    zero_ref,
     kg_ref, qg_ref, kd_ref, ax_ref, decay_ref,
-    k_all, q_all, gate_union, near_union, far_union, signs_s, loaded, signs_loaded,
+    k_all, q_all, gate_union, near_union, far_union, signs_all, loaded, signs_loaded,
     *, num_chunks: int, num_heads: int, num_items: int, items_each: int, bound_log2: float, scale: float, packed: bool,
     interpret: bool,
 ):  # fmt: skip
@@ -109,7 +110,6 @@ def _body(
     start = (lax.axis_index("blocks") * WORKERS + wg) * items_each  # neighbours share a head, whose vectors stay in the cache
     end = jnp.minimum(start + items_each, num_items)
     square = (CHUNK, CHUNK)
-    k_s, q_s, kd_s, g_s, near_s, p_s, far_s, x_s = (x.at[wg] for x in (k_all, q_all, *gate_union, *near_union, *far_union))
 
     def place(item):
         return lax.rem(item, num_chunks), lax.rem(lax.div(item, num_chunks), num_heads), lax.div(item, num_chunks * num_heads)
@@ -117,26 +117,36 @@ def _body(
     def fetch(item):
         n, h, b = place(item)
         tokens = pl.ds(n * CHUNK, CHUNK)
-        for ref, target in ((k_ref, k_s), (q_ref, q_s), (gate_ref, kd_s)):
-            plgpu.copy_gmem_to_smem(ref.at[b, tokens, h], target, loaded.at[wg])
+        for ref, target in ((k_ref, k_all), (q_ref, q_all), (gate_ref, gate_union[0])):
+            plgpu.copy_gmem_to_smem(ref.at[b, tokens, h], target.at[wg], loaded.at[wg])
 
     def put(ref, value):
         ref[...] = value.astype(jnp.bfloat16)
 
+    def tiles(zero):
+        """The warpgroup's memory. Addresses, descriptors and masks are made from a zero that was just read, so where they are used; else
+        the compiler makes them all before the loop, and they fill the registers.
+        """
+        return [x.at[wg + zero] for x in (k_all, q_all, *gate_union, *near_union, *far_union)]
+
+    def numbers(zero, layout):
+        return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) + zero
+
     @pl.when(wg == 0)
     def _start():
-        plgpu.copy_gmem_to_smem(signs_ref, signs_s, signs_loaded)
+        plgpu.copy_gmem_to_smem(signs_ref, signs_all, signs_loaded)
 
     @pl.when(start < end)
     def _first():
         fetch(start)
 
     plgpu.barrier_wait(signs_loaded)
-    reference_signs, far_signs, start_signs, end_signs = (signs_s.at[CHUNK * i : CHUNK * (i + 1)] for i in range(4))
 
     def chunk(item, _):
+        zero = zero_ref[0]
         n, h, b = place(item)
         tokens = pl.ds(n * CHUNK, CHUNK)
+        k_s, q_s, *_ = tiles(zero)
         if packed:
             run_row = vector(run_ref.at[b, tokens], ROW)
             first, last = edge_ref[b, 0, n], edge_ref[b, 1, n]
@@ -147,7 +157,7 @@ def _body(
         def norm(ref):
             total = 0.0
             for c in range(WIDTH // HALF):
-                x = plgpu.load(ref.at[:, c * HALF : (c + 1) * HALF], layout=WGMMA).astype(jnp.float32)
+                x = load_wide(ref.at[:, c * HALF : (c + 1) * HALF], interpret)
                 total = total + sum_of_rows(x * x)
             return lax.rsqrt(total + L2_EPSILON)
 
@@ -155,10 +165,13 @@ def _body(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's X has left
 
         def half(c, triangles):
+            zero = zero_ref[0]
+            k_s, q_s, kd_s, g_s, near_s, _, far_s, _ = tiles(zero)
+            reference_signs, far_signs, start_signs, end_signs = (signs_all.at[zero + i] for i in range(4))
             mine = pl.ds(c * HALF, HALF)
-            raw = plgpu.load(kd_s.at[:, mine], layout=WGMMA).astype(jnp.float32)
-            slope, shift = vector(slope_ref.at[h, mine], COLUMN), vector(shift_ref.at[h, mine], COLUMN)
-            root = lax.rsqrt(1.0 + jnp.exp2(raw * columns_of(slope, square) + columns_of(shift, square)))
+            raw = load_wide(kd_s.at[:, mine], interpret)
+            slope, shift = slope_ref[h], vector(shift_ref.at[h, mine], COLUMN)
+            root = lax.rsqrt(1.0 + jnp.exp2(raw * slope + columns_of(shift, square)))
             g = root * root * bound_log2
             if packed:
                 g = g * rows_of(jnp.where(real_row, 1.0, 0.0), square)
@@ -177,10 +190,10 @@ def _body(
             decay_ref.at[b, h, n, mine][...] = decay
 
             def key():
-                return plgpu.load(k_s.at[:, mine], layout=WGMMA).astype(jnp.float32)
+                return load_wide(k_s.at[:, mine], interpret)
 
             def query():
-                return plgpu.load(q_s.at[:, mine], layout=WGMMA).astype(jnp.float32)
+                return load_wide(q_s.at[:, mine], interpret)
 
             put(far_s, key() * rows_of(k_scale, square) * jnp.exp2(exponents(far_signs)))
             relative = exponents(reference_signs)
@@ -189,21 +202,15 @@ def _body(
             k_up, q_up = (key() * up).astype(jnp.bfloat16), (query() * up).astype(jnp.bfloat16)
             plgpu.commit_smem()
             # Rows of the first half meet the columns of `near`, those of the second half the columns of `far`.
-            early = rows_of(plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROW) < 32, square)
+            early = rows_of(numbers(zero, ROW) < 32, square)
             early, late = (jnp.where(early, *pair).astype(jnp.bfloat16) for pair in ((1.0, 0.0), (0.0, 1.0)))
-            triangles = matmuls(
-                [
-                    (
-                        triangle,
-                        [
-                            (left * early, near_s.transpose((1, 0))),
-                            (left * late, far_s.transpose((1, 0))),
-                        ],
-                    )
-                    for triangle, left in zip(triangles, (k_up, q_up), strict=True)
-                ],
-                interpret,
-            )
+
+            def grow(triangle, left):  # one at a time: both at once do not fit the registers
+                return matmuls([(triangle, [(left * early, near_s.transpose((1, 0))), (left * late, far_s.transpose((1, 0)))])], interpret)[
+                    0
+                ]
+
+            triangles = grow(triangles[0], k_up), grow(triangles[1], q_up)
             grown = jnp.exp2(exponents(start_signs))
             if packed:
                 grown = grown * rows_of(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
@@ -215,11 +222,14 @@ def _body(
                 left = left * rows_of(jnp.where(run_row == last, 1.0, 0.0), square)
             plgpu.commit_smem()  # every warp's product has read g
             put(kd_s.at[:, mine], k * left)
-            return tuple(triangles)
+            return triangles
 
         lower, scores = lax.fori_loop(0, WIDTH // HALF, half, (zeros(*square), zeros(*square)))
-        rows = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=WGMMA)
-        columns = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=WGMMA)
+        zero = zero_ref[0]
+        n, h, b = place(item + zero)
+        tokens = pl.ds(n * CHUNK, CHUNK)
+        k_s, q_s, kd_s, _, near_s, p_s, far_s, x_s = tiles(zero)
+        rows, columns = rows_of(numbers(zero, ROW), square), columns_of(numbers(zero, COLUMN), square)
         same = True
         if packed:
             run_column = vector(run_again_ref.at[b, tokens], COLUMN)
@@ -234,15 +244,16 @@ def _body(
         row_scale = vector(beta_ref.at[b, h, tokens], ROW) * k_scale
         # |L| <= 1 suits FP16.
         lower = jnp.where((columns < rows) & same, lower * rows_of(row_scale, square), 0.0).astype(jnp.float16)
+        level = plgpu.load(levels_ref, layout=WGMMA, optimized=False)
+
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(item + 1 < end)
         def _next():
             fetch(item + 1)
 
-        beta_column = vector(beta_again_ref.at[b, h, tokens], COLUMN)
-        level = plgpu.load(levels_ref, layout=WGMMA, optimized=False)
-        x = _inverse(lower, level, x_s, p_s, interpret) * columns_of(beta_column, square)
+        x = _inverse(lower, level, x_s, p_s, interpret)
+        x = x * columns_of(vector(beta_again_ref.at[b, h, tokens], COLUMN), square)
         x_16 = lax.optimization_barrier(x.astype(jnp.bfloat16))
         put(far_s, x_16)
         plgpu.commit_smem()  # every warp's product has read P
@@ -255,13 +266,14 @@ def _body(
     plgpu.wait_smem_to_gmem(0)
 
 
-def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_HK, shift_HK, runs, *, lower_bound: float, scale: float, interpret=None):
+@functools.partial(jax.jit, static_argnames=("lower_bound", "scale", "interpret"))  # lowered once for all the layers that call it
+def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_H, shift_HK, runs, *, lower_bound: float, scale: float, interpret=None):
     """Chunk operands, a dict of [B, H, N, ...] arrays, bf16 but for the FP32 decay.
 
     kg (negated), qg, kd [C, K]; ax [3, C, C]: A, X, and what X's rounding to bf16 left; decay [K].
 
-    `beta` is the step size, 0 at padding. `slope`, `shift` [H, K] give the gate's sigmoid argument times -log2(e). `runs` is None or
-    the pair that `forward.chunk_runs` makes.
+    `beta` is the step size, 0 at padding. `slope` and `shift` give the gate's sigmoid argument times -log2(e). `runs` is None or the pair
+    that `forward.chunk_runs` makes.
     """
     batch, num_tokens, num_heads, _ = q_BTHK.shape
     num_chunks = num_tokens // CHUNK
@@ -295,7 +307,7 @@ def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_HK, shift_HK, runs, *, lo
             plgpu.RefUnion(tile(chunk, bf16), tile(chunk, fp16)),
             plgpu.RefUnion(tile(block, bf16), tile(block, fp16)),
             plgpu.RefUnion(tile(block, bf16), tile(block, fp16)),
-            tile((4 * CHUNK, CHUNK), fp16),
+            tile((4, CHUNK, CHUNK), fp16),
             plgpu.Barrier(num_arrivals=3, num_barriers=WORKERS),
             plgpu.Barrier(),
         ),
@@ -307,7 +319,7 @@ def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_HK, shift_HK, runs, *, lo
         interpret=interpret,
     )
     run_BT, edge_B2N = runs
-    constants = jnp.asarray(interval_signs(), fp16), jnp.asarray(levels(), fp16)
+    constants = jnp.asarray(interval_signs(), fp16), jnp.asarray(levels(), fp16), jnp.zeros(1, jnp.int32)
     # Vectors needed along rows and along columns come in twice: one load in two layouts has no solution for the compiler.
-    outputs = kernel(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, beta_BHT, run_BT, run_BT, edge_B2N, slope_HK, shift_HK, *constants)
+    outputs = kernel(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, beta_BHT, run_BT, run_BT, edge_B2N, slope_H, shift_HK, *constants)
     return dict(zip(("kg", "qg", "kd", "ax", "decay"), outputs, strict=True))

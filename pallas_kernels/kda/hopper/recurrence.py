@@ -124,6 +124,7 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("keep_states", "interpret"))  # lowered once for all the layers that call it
 def recurrence(
     operands: Mapping[Any, jax.Array], v_BTHV: jax.Array, state_BHVK: jax.Array, *, keep_states: bool = False, interpret=None
 ) -> tuple[jax.Array, ...]:

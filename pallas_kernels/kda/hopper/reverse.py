@@ -85,6 +85,7 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))  # lowered once for all the layers that call it
 def reverse_recurrence(operands: Mapping[Any, jax.Array], d_o_BTHV: jax.Array, d_state_BHVK: jax.Array, *, interpret=None):
     """Gradients of values and state from those of outputs (bf16) and final state (FP32) and the operands of `prepare`.
 

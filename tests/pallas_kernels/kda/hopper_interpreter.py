@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,13 @@ ROOT = Path(__file__).resolve().parents[3]
 LIMITS_S = (120, 120, 240)
 
 
-def interpret(inputs, segment_ids=None, *, lower_bound, blocks=132, computing=1, detect_races=False, cotangents=None):
+def interpret(
+    inputs, segment_ids=None, *, lower_bound, blocks=132, computing=1, detect_races=False, cotangents=None, transition=False
+) -> Any:
     """Output and final state (float32) and whether a race was found, from the eight inputs of the tests.
 
     `computing` is the number of warpgroups that compute in a block of the recurrences. With `cotangents`, those of the output and
-    the final state, the inputs' gradients follow.
+    the final state, the inputs' gradients follow. With `transition`, the transition and the state from a zero start are all.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "in.npz"), Path(folder, "out.npz")
@@ -34,12 +37,16 @@ def interpret(inputs, segment_ids=None, *, lower_bound, blocks=132, computing=1,
             arrays["segment_ids"] = np.asarray(segment_ids)
         if cotangents is not None:
             arrays["d_o"], arrays["d_state"] = (np.asarray(x, np.float32) for x in cotangents)
-        np.savez(source, lower_bound=lower_bound, blocks=blocks, computing=computing, detect_races=detect_races, **arrays)
+        np.savez(
+            source, lower_bound=lower_bound, blocks=blocks, computing=computing, detect_races=detect_races, transition=transition, **arrays
+        )
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
         command = [sys.executable, "-m", "tests.pallas_kernels.kda.hopper_interpreter", str(source), str(target)]
         result = _first_to_end(command, env, 1 if cotangents is None else 2)
         assert result.returncode == 0, result.stderr[-3000:]
         with np.load(target) as found:
+            if transition:
+                return found["transition"], found["zero_start"]
             results = found["o"], found["state"], bool(found["races"])
             return results if cotangents is None else (*results, [found[f"gradient_{i}"] for i in range(8)])
 
@@ -61,7 +68,7 @@ def main(source: str, target: str) -> None:
 
     from pallas_kernels.kda.hopper import gradients, prepare, recurrence, reverse
     from pallas_kernels.kda.hopper.backward import kda_backward
-    from pallas_kernels.kda.hopper.forward import kda_forward
+    from pallas_kernels.kda.hopper.forward import kda_forward, kda_transition_forward
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # callbacks that compute can wait for the dispatching thread
     given = np.load(source)
@@ -72,6 +79,10 @@ def main(source: str, target: str) -> None:
     ids = jnp.asarray(given["segment_ids"]) if "segment_ids" in given else None
     options = {"lower_bound": float(given["lower_bound"]), "segment_ids_BT": ids}
     options["interpret"] = plgpu.InterpretGPUParams(detect_races=detect_races)
+    if given["transition"]:
+        results = jax.jit(functools.partial(kda_transition_forward, **options))(*inputs[1:7])
+        np.savez(target, **dict(zip(("transition", "zero_start"), map(np.asarray, jax.block_until_ready(results)), strict=True)))
+        return
     run = functools.partial(kda_forward, **options)
     o, state = jax.block_until_ready(jax.jit(run)(*inputs[:7], initial_state_BHKV=inputs[7]))
     found = {}
