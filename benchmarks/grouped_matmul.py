@@ -11,6 +11,7 @@ three windows of many calls, each one program without host work in between; what
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import functools
 import json
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +55,18 @@ def group_sizes(groups: int, rows: int, kind: str) -> np.ndarray:
     return sizes.astype(np.int32)
 
 
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """With the GPU for oneself among the processes of a benchmark."""
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def windows(run: Callable[[], None], calls: int) -> list[float]:
     """Seconds of one call, sorted, from three windows of `calls` calls each, after a rest and a warm-up."""
     print(READY, flush=True)
-    with LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with in_turn():
         time.sleep(0.4)
         run()
         seconds = []
@@ -72,14 +80,16 @@ def windows(run: Callable[[], None], calls: int) -> list[float]:
 def repeated(function: Callable, calls: int, carry_result: bool) -> Callable:
     """A jitted loop of `calls` calls; barriers, or the result as the next last argument, keep XLA from sharing them."""
     import jax
+    import jax.numpy as jnp
     from jax import lax
 
     def chained(*args):
         def body(_, carry):
-            args, out = lax.optimization_barrier(carry)
+            args, _ = lax.optimization_barrier(carry)
             return args, function(*args)
 
-        return lax.fori_loop(0, calls - 1, body, (args, function(*args)))[1]
+        nothing = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(function, *args))
+        return lax.fori_loop(0, calls, body, (args, nothing))[1]
 
     def carried(*args):
         return lax.fori_loop(0, calls, lambda _, last: function(*args[:-1], last), args[-1])

@@ -2,8 +2,8 @@
 
     python benchmarks/latent_moe.py --output docs/benchmarks/latent_moe_h200.json
 
-First the values and gradients of a layer of fewer tokens are compared with the XLA form in float32. Then the layer and its
-parts are timed as `benchmarks/grouped_matmul.py` does: the median of three windows of calls, each window one program, in
+The values and gradients of a layer of fewer tokens are compared with the XLA form in float32. The layer, the same with some of it in
+XLA, and its parts are timed as `benchmarks/grouped_matmul.py` does: the median of three windows of calls, each window one program, in
 processes of their own so that they compile in parallel.
 The router's product counts at its own rate: float32 proper, 67 TFLOP/s by the data sheet, for its forward and backward.
 
@@ -21,46 +21,65 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.grouped_matmul import environment, repeated, result_in, run_all, windows  # noqa: E402
+from benchmarks.grouped_matmul import READY, environment, in_turn, repeated, result_in, run_all, windows  # noqa: E402
 from pallas_kernels.grouped_matmul import grouped_matmul  # noqa: E402
-from pallas_kernels.moe_dispatch import combine, permute, routed_experts, router_histogram, sort_by_expert, sum_choices  # noqa: E402
+from pallas_kernels.moe_dispatch import (  # noqa: E402
+    SituGLU,
+    combine,
+    permute,
+    routed_experts,
+    router_histogram,
+    router_logits,
+    sort_by_expert,
+    sum_choices,
+)
 
 S, D, L, F, E, K, H = 32768, 2048, 1024, 768, 128, 8, 2 * 768
 RATE, ROUTER_RATE = 700e12, 67e12  # FLOP/s; the second in float32
-BETA, LINEAR_BETA = 4.0, 25.0
+SITU = SituGLU(beta=4.0, linear_beta=25.0)
 
 
-def situ_glu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The gated activation in float32 (report equations 18 and 19)."""
-    g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
-    return (BETA * jnp.tanh(g / BETA) * jax.nn.sigmoid(g) * LINEAR_BETA * jnp.tanh(u / LINEAR_BETA)).astype(gate.dtype)
+def plain_situ(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The activation from tanh and sigmoid in float32, differentiated by JAX."""
+    return SITU(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def plain_logits(x_SD: jax.Array, router_DE: jax.Array) -> jax.Array:
+    """The router's product in float32."""
+    return jnp.einsum("sd,de->se", x_SD.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST)
 
 
 def separate_experts(z_SL, ids_Sk, weights_Sk, w_gate_ELF, w_up_ELF, w_down_EFL, *, activation, implementation):
     """The same experts without what `routed_experts` fuses: two products for gate and up, weights where the results are summed."""
     order_M, sizes_E = sort_by_expert(ids_Sk, w_gate_ELF.shape[0])
-    rows_ML = permute(z_SL, order_M, ids_Sk.shape[1])
+    rows_ML = permute(z_SL, order_M, ids_Sk.shape[1], "xla")
     matmul = partial(grouped_matmul, group_sizes_E=sizes_E, implementation=implementation)
     hidden_MF = activation(matmul(rows_ML, w_gate_ELF), matmul(rows_ML, w_up_ELF))
     return combine(matmul(hidden_MF, w_down_EFL), weights_Sk, order_M)
 
 
-def layer(params: dict, x_SD: jax.Array, *, implementation: str | None, experts: Callable = routed_experts) -> jax.Array:
+def layer(
+    params: dict,
+    x_SD: jax.Array,
+    *,
+    implementation: str | None,
+    experts: Callable = routed_experts,
+    activation: Callable = SITU,
+    logits: Callable = router_logits,
+) -> jax.Array:
     """Stable LatentMoE (report equations 11 to 13) with shared experts; router and norm in float32, the rest in x's dtype."""
-    router_DE = params["router"].astype(jnp.float32)
-    scores_SE = jax.nn.sigmoid(jnp.einsum("sd,de->se", x_SD.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST))
+    scores_SE = jax.nn.sigmoid(logits(x_SD, params["router"].astype(jnp.float32)))
     _, ids_Sk = lax.top_k(lax.stop_gradient(scores_SE), K)
     chosen_Sk = jnp.take_along_axis(scores_SE, ids_Sk, axis=-1)
     weights_Sk = chosen_Sk / jnp.sum(chosen_Sk, axis=-1, keepdims=True)
     matrices = (params["w_gate"], params["w_up"], params["w_down"])
-    u_SL = experts(x_SD @ params["down"], ids_Sk, weights_Sk, *matrices, activation=situ_glu, implementation=implementation)
+    u_SL = experts(x_SD @ params["down"], ids_Sk, weights_Sk, *matrices, activation=activation, implementation=implementation)
     u_SL = (u_SL * lax.rsqrt(jnp.mean(u_SL * u_SL, axis=-1, keepdims=True) + 1e-6)).astype(x_SD.dtype)
-    shared_SD = situ_glu(x_SD @ params["shared_gate"], x_SD @ params["shared_up"]) @ params["shared_down"]
+    shared_SD = activation(x_SD @ params["shared_gate"], x_SD @ params["shared_up"]) @ params["shared_down"]
     return u_SL @ params["up"] + shared_SD
 
 
@@ -91,21 +110,30 @@ def draw(tokens: int, dtype=jnp.bfloat16) -> tuple[dict, jax.Array, jax.Array]:
 
 def check(tokens: int) -> dict[str, dict]:
     """Relative L2 of the layer's output and gradients in bfloat16, ours and XLA's, against the XLA form in float32."""
-    run = jax.jit(gradients, static_argnames=("implementation", "experts"))  # XLA's form in bfloat16 stands beside ours
+
+    def compiled(args, implementation, **options):
+        program = jax.jit(partial(gradients, implementation=implementation, **options)).lower(*args)
+        return program.compile({"xla_gpu_autotune_level": 0} if implementation == "xla" else None)  # its many small products take minutes
+
+    wide, narrow = draw(tokens, jnp.float32), draw(tokens)
+    plain = dict(experts=separate_experts, activation=plain_situ, logits=plain_logits)
     with jax.default_matmul_precision("highest"):
-        y_SD, (d_params, dx_SD) = run(*draw(tokens, jnp.float32), implementation="xla", experts=separate_experts)
-    expected = {"y": y_SD, "x": dx_SD, **d_params}
+        reference = compiled(wide, "xla", **plain)
+    forms = {"hopper": compiled(narrow, "hopper"), "xla": compiled(narrow, "xla", **plain)}
+    print(READY, flush=True)
     found: dict = {}
-    for implementation in ("hopper", "xla"):
-        experts = routed_experts if implementation == "hopper" else separate_experts
-        first, second = (run(*draw(tokens), implementation=implementation, experts=experts) for _ in range(2))
-        leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-        errors = {"same_bits": all(bool(jnp.array_equal(a, b)) for a, b in leaves)}
-        y_SD, (d_params, dx_SD) = first
-        for name, value in {"y": y_SD, "x": dx_SD, **d_params}.items():
-            actual, wanted = np.asarray(value, np.float64), np.asarray(expected[name], np.float64)
-            errors[name] = round(float(np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)), 5)
-        found[implementation] = errors
+    with in_turn():
+        y_SD, (d_params, dx_SD) = reference(*wide)
+        expected = jax.device_get({"y": y_SD, "x": dx_SD, **d_params})
+        for implementation, run in forms.items():
+            first, second = run(*narrow), run(*narrow)
+            leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+            errors: dict = {"same_bits": all(bool(jnp.array_equal(a, b)) for a, b in leaves)}
+            y_SD, (d_params, dx_SD) = first
+            for name, value in {"y": y_SD, "x": dx_SD, **d_params}.items():
+                error = jnp.linalg.norm(value.astype(jnp.float32) - expected[name]) / jnp.linalg.norm(expected[name])
+                errors[name] = round(float(error), 5)
+            found[implementation] = errors
     return found
 
 
@@ -126,12 +154,8 @@ def parts() -> dict[str, tuple[Callable, Callable[[], tuple], float]]:
     def sort(ids_Sk):
         return sort_by_expert(ids_Sk, E)
 
-    def activate(both_MG, weight_M):
-        gate, up = (half.astype(jnp.float32) for half in (both_MG[:, :F], both_MG[:, F:]))
-        return (situ_glu(gate, up) * weight_M[:, None]).astype(jnp.bfloat16)
-
-    def activate_backward(both_MG, weight_M, d_hidden_MF):
-        return jax.vjp(activate, both_MG, weight_M)[1](d_hidden_MF)
+    def backward(function):
+        return lambda *args: jax.vjp(function, *args[:2])[1](args[2])
 
     def matmul(rows, matrices, sizes):
         return grouped_matmul(rows, matrices, sizes, implementation="hopper")
@@ -139,44 +163,77 @@ def parts() -> dict[str, tuple[Callable, Callable[[], tuple], float]]:
     def matmul_backward(rows, matrices, sizes, d):
         return jax.vjp(lambda r, w: matmul(r, w, sizes), rows, matrices)[1](d)
 
-    def score(x, w):
-        return jnp.einsum("sd,de->se", x.astype(jnp.float32), w, precision=lax.Precision.HIGHEST)
+    def spread(implementation):
+        return lambda z, order: permute(z, order, K, implementation)
 
-    def weigh(rows_ML, weight_M, order_M):
-        return combine(rows_ML, weight_M.reshape(S, K), order_M)
+    def histogram(implementation):
+        return partial(router_histogram, bins=1000, implementation=implementation)
 
-    def counts_arguments():
+    def plain_weighted(both_MG, weight_M):
+        gate, up = (half.astype(jnp.float32) for half in (both_MG[:, :F], both_MG[:, F:]))
+        return (plain_situ(gate, up) * weight_M[:, None]).astype(jnp.bfloat16)
+
+    def weighted(both_MG, weight_M):
+        from pallas_kernels.moe_dispatch.hopper_situ import weighted_situ
+
+        return weighted_situ(SITU, both_MG, weight_M)
+
+    def scores():
         return jax.nn.sigmoid(jax.random.normal(key, (S, 896))), uniform((S,)), jnp.ones(S, bool), jnp.float32(-1.0), jnp.float32(2e-3)
 
-    row, work = 2.0 * M, 2.0 * M * L * 2 * F
+    def routed():
+        return normal((S, D)), uniform((D, E)), uniform((S, E))
+
+    def hidden():
+        return normal((M, 2 * F)), uniform((M,)), normal((M, F))
+
+    def shared():
+        return normal((S, H)), normal((S, H)), normal((S, H))
+
+    row, product, work = 2.0 * M, 2.0 * S * D * E, 2.0 * M * L * 2 * F
     return {
-        "router product": (score, lambda: (normal((S, D)), uniform((D, E))), 2.0 * S * D * E),
+        "router product": (router_logits, lambda: routed()[:2], product),
+        "router product, backward": (backward(router_logits), routed, 2 * product),
+        "router product in float32": (plain_logits, lambda: routed()[:2], product),
+        "router product in float32, backward": (backward(plain_logits), routed, 2 * product),
         "top k": (lambda scores_SE: lax.top_k(scores_SE, K), lambda: (uniform((S, E)),), 4.0 * S * E),
         "sort": (sort, lambda: (ids(),), 8.0 * M),
-        "permute": (lambda z, order: permute(z, order, K), lambda: (normal((S, L)), sort(ids())[0]), row * L + 2.0 * S * L),
+        "permute": (spread("hopper"), lambda: (normal((S, L)), sort(ids())[0]), row * L + 2.0 * S * L),
+        "permute in XLA": (spread("xla"), lambda: (normal((S, L)), sort(ids())[0]), row * L + 2.0 * S * L),
         "gate and up": (matmul, lambda: (normal((M, L)), normal((E, L, 2 * F)), sort(ids())[1]), work),
         "gate and up, backward": (
             matmul_backward,
             lambda: (normal((M, L)), normal((E, L, 2 * F)), sort(ids())[1], normal((M, 2 * F))),
             2 * work,
         ),
-        "activation with weights": (activate, lambda: (normal((M, 2 * F)), uniform((M,))), row * 3 * F),
-        "activation, backward": (activate_backward, lambda: (normal((M, 2 * F)), uniform((M,)), normal((M, F))), row * 5 * F),
+        "activation with weights": (weighted, lambda: hidden()[:2], row * 3 * F),
+        "activation with weights, backward": (backward(weighted), hidden, row * 5 * F),
+        "activation with weights in XLA": (plain_weighted, lambda: hidden()[:2], row * 3 * F),
+        "activation with weights in XLA, backward": (backward(plain_weighted), hidden, row * 5 * F),
+        "shared activation": (SITU, lambda: shared()[:2], 6.0 * S * H),
+        "shared activation, backward": (backward(SITU), shared, 10.0 * S * H),
+        "shared activation from tanh": (plain_situ, lambda: shared()[:2], 6.0 * S * H),
+        "shared activation from tanh, backward": (backward(plain_situ), shared, 10.0 * S * H),
         "sum of choices": (lambda r, order: sum_choices(r, order, K), lambda: (normal((M, L)), sort(ids())[0]), row * L + 4.0 * S * L),
-        "weighted combine": (weigh, lambda: (normal((M, L)), uniform((M,)), sort(ids())[0]), row * L + 4.0 * S * L),
-        "histogram of 896 experts": (partial(router_histogram, bins=1000), counts_arguments, 4.0 * S * 896),
+        "histogram of 896 experts": (histogram("hopper"), scores, 4.0 * S * 896),
+        "histogram of 896 experts in XLA": (histogram("xla"), scores, 4.0 * S * 896),
     }
 
 
-LAYERS = {"layer": routed_experts, "layer, nothing fused": separate_experts}
+# The layer, and what each of its fusions gains: (options of `layer`).
+LAYERS: dict[str, dict] = {
+    "layer": {},
+    "layer, router in float32 and activation from tanh": {"logits": plain_logits, "activation": plain_situ},
+    "layer, nothing fused": {"experts": separate_experts, "logits": plain_logits, "activation": plain_situ},
+}
 
 
 def measure(name: str, tokens: int) -> dict:
     """One job: "check", a layer or a part."""
     if name == "check":
-        return {"name": name, "relative_l2": check(tokens)}
+        return {"name": name, "tokens": tokens, "relative_l2": check(tokens)}
     if name in LAYERS:
-        function, args = partial(gradients, implementation="hopper", experts=LAYERS[name]), draw(S)
+        function, args = partial(gradients, implementation="hopper", **LAYERS[name]), draw(S)
     else:
         function, arguments, work = parts()[name]
         args = arguments()

@@ -8,7 +8,7 @@ experts, F hidden, M = S*k routed rows, R row shards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 
@@ -90,7 +90,7 @@ class LocalLayout:
     """The one-device form: calls the kernels, those written for the device where they apply or (`xla`) XLA's forms alone."""
 
     def __init__(self, kernels: Kernels = "auto"):
-        self.kernels: Kernels = kernels
+        self._implementation: Literal["xla"] | None = "xla" if kernels == "xla" else None
 
     def kda(self, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
         """See `Layout.kda`."""
@@ -101,7 +101,7 @@ class LocalLayout:
 
     def kda_from(self, state_BHKV, q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, *, lower_bound, segment_ids_BT):
         """`Layout.kda` from a state before the row's first document on (None: zero), with the state after its last; single tokens too."""
-        several = "chunked" if self.kernels == "xla" else None
+        several = "chunked" if self._implementation == "xla" else None
         return pallas_kernels.kda.kda(
             q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, lower_bound=lower_bound, segment_ids_BT=segment_ids_BT,
             initial_state_BHKV=state_BHKV, implementation="recurrent" if q_BTHK.shape[1] == 1 else several,
@@ -120,7 +120,7 @@ class LocalLayout:
         latent, active = z_BTL.shape[-1], expert_ids_BTk.shape[-1]
         u_SL = routed_experts(
             z_BTL.reshape(-1, latent), expert_ids_BTk.reshape(-1, active), weights_BTk.reshape(-1, active),
-            w_gate_ELF, w_up_ELF, w_down_EFL, activation=activation, implementation="xla" if self.kernels == "xla" else None,
+            w_gate_ELF, w_up_ELF, w_down_EFL, activation=activation, implementation=self._implementation,
         )  # fmt: skip
         return u_SL.reshape(z_BTL.shape)
 
@@ -131,7 +131,9 @@ class LocalLayout:
     def router_histogram(self, scores_BTE, cutoffs_BT, real_BT, low, width, *, bins):
         """See `Layout.router_histogram`."""
         scores_SE = scores_BTE.reshape(-1, scores_BTE.shape[-1])
-        return router_histogram(scores_SE, cutoffs_BT.reshape(-1), real_BT.reshape(-1), low, width, bins=bins)[None]
+        return router_histogram(
+            scores_SE, cutoffs_BT.reshape(-1), real_BT.reshape(-1), low, width, bins=bins, implementation=self._implementation
+        )[None]
 
     def constrain(self, x, logical_axes):
         """See `Layout.constrain`."""

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from k3train.config import MoEConfig
 from k3train.models.layout import Layout
-from k3train.models.norms import wide
 from k3train.models.reports import Report, row_sums
+from pallas_kernels.moe_dispatch import router_logits
 
 
 class Routing(NamedTuple):
@@ -29,9 +29,7 @@ class Routing(NamedTuple):
 
 def router_scores(x_BTD: jax.Array, router_DE: jax.Array) -> jax.Array:
     """sigmoid(x W) [B, T, E], exact in at least float32."""
-    dtype = wide(x_BTD.dtype)
-    logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(dtype), router_DE.astype(dtype), precision=jax.lax.Precision.HIGHEST)
-    return jax.nn.sigmoid(logits_BTE)
+    return jax.nn.sigmoid(router_logits(x_BTD, router_DE))
 
 
 def route(scores_BTE: jax.Array, bias_E: jax.Array, moe: MoEConfig, layout: Layout) -> Routing:

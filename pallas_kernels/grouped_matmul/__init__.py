@@ -21,7 +21,6 @@ from pallas_kernels.target import target
 Implementation = Literal["xla", "hopper", "tpu"]
 
 _DTYPES = ("bfloat16", "float32", "float64")
-_SMALLEST_VERIFIED = 192  # K and N of the smallest matrices that the Hopper kernels were checked with on a GPU
 
 
 def grouped_matmul(
@@ -38,8 +37,8 @@ def grouped_matmul(
         w_EKN: one matrix per group, in the rows' dtype.
         group_sizes_E: integers >= 0, the rows of each group; their sum is at most M (not checked: they live on the device).
         implementation: None is `hopper` or `tpu` where its kernels apply (`hopper`: JAX 0.11, a Hopper GPU, bf16, M a multiple of 8, K
-            and N of 64 and at least 192) and the XLA form elsewhere; the choice is logged once for each reason. By name it raises
-            where it does not apply. `tpu` multiplies float32 at the highest precision.
+            and N of 64) and the XLA form elsewhere; the choice is logged once for each reason. By name it raises where it does not
+            apply. `tpu` multiplies float32 at the highest precision.
 
     Returns:
         y_MN in the rows' dtype. Rows past the sum of the sizes are zero, have zero gradient and enter no matrix's gradient.
@@ -81,10 +80,6 @@ def choose(x_MK: jax.Array, w_EKN: jax.Array) -> tuple[Implementation, str]:
         return ("xla", refusal) if refusal else ("tpu", "it is compiled for TPUs")
     if platform == "gpu":
         refusal = _refusal("hopper", x_MK, w_EKN)
-        if not refusal and min(w_EKN.shape[1:]) < _SMALLEST_VERIFIED:
-            refusal = (
-                f"the Hopper kernels are verified from K and N = {_SMALLEST_VERIFIED} on, not at {w_EKN.shape[1]} and {w_EKN.shape[2]}"
-            )
         return ("xla", refusal) if refusal else ("hopper", "it is a Hopper GPU and the kernels take these arrays")
     return "xla", "the kernels are for GPUs and TPUs"
 

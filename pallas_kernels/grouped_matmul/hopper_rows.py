@@ -25,6 +25,7 @@ from pallas_kernels.grouped_matmul.hopper_blocks import (
     CONSUMERS,
     WG_FEATURES,
     blocks,
+    multiply_steps,
     released_barrier,
     store_unswizzled,
     tiled,
@@ -197,26 +198,13 @@ def _kernel(sizes_E, tiles_T4, count_1, x_MC, w_E, y_MF, x_smem, w_smem, y_smem,
         at_wg = pl.ds(wg * WG_FEATURES, WG_FEATURES)
 
         def compute(first, stored, end, feature, num_steps, done, tile_rows):
+            def operands(step, slot):
+                del step
+                w_tile = w_smem.at[slot, at_wg] if transpose_w else w_smem.at[slot, :, at_wg].transpose((1, 0))
+                return w_tile, x_smem.at[slot, pl.ds(0, tile_rows)].transpose((1, 0))
+
             def accumulate(acc):
-                @pl.loop(jnp.int32(0), num_steps)
-                def _step(step):
-                    slot = lax.rem(done + step, stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    w_tile = w_smem.at[slot, at_wg] if transpose_w else w_smem.at[slot, :, at_wg].transpose((1, 0))
-                    plgpu.wgmma(acc, w_tile, x_smem.at[slot, pl.ds(0, tile_rows)].transpose((1, 0)))
-                    plgpu.wgmma_wait(1)
-
-                    @pl.when(step > 0)
-                    def _():
-                        plgpu.barrier_arrive(empty.at[lax.rem(done + step - 1, stages)])
-
-                plgpu.wgmma_wait(0)
-
-                @pl.when(num_steps > 0)
-                def _():
-                    plgpu.barrier_arrive(empty.at[lax.rem(done + num_steps - 1, stages)])
-
-                return acc[...]
+                return multiply_steps(acc, num_steps, done, stages, full, empty, operands)
 
             value = pl.run_scoped(accumulate, plgpu.ACC((WG_FEATURES, tile_rows), jnp.float32)).astype(y_MF.dtype)
             at_f = pl.ds(feature + wg * WG_FEATURES, WG_FEATURES)

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.grouped_matmul import Implementation
+from pallas_kernels.moe_dispatch.choice import on_hopper
+
 
 def sort_by_expert(expert_ids_Sk: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """Orders the slots by expert and, within an expert, by slot; no array of S x k x E elements arises.
@@ -40,8 +43,8 @@ def sort_by_expert(expert_ids_Sk: jax.Array, num_experts: int) -> tuple[jax.Arra
     return order_M, jnp.zeros(num_experts, jnp.int32).at[ids_M].add(1, mode="drop")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def permute(x_SL: jax.Array, order_M: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def permute(x_SL: jax.Array, order_M: jax.Array, k: int, implementation: Implementation | None = None) -> jax.Array:
     """Lays out one copy of its token for each slot: `rows_ML[m] = x_SL[order_M[m] // k]`.
 
     The gradient to a token sums its k copies in float32 (float64 for float64).
@@ -50,6 +53,7 @@ def permute(x_SL: jax.Array, order_M: jax.Array, k: int) -> jax.Array:
         x_SL: tokens.
         order_M: int32 permutation of the S k slots, from `sort_by_expert`.
         k: choices of a token.
+        implementation: None and `hopper` are a kernel on a Hopper GPU, for bfloat16, S a multiple of 8 and L of 64, up to 1600; XLA else.
 
     Returns:
         rows_ML in the tokens' dtype.
@@ -58,14 +62,15 @@ def permute(x_SL: jax.Array, order_M: jax.Array, k: int) -> jax.Array:
         ValueError: order_M does not hold S k slots.
     """
     _check_slots("permute", order_M, x_SL.shape[0], k)
-    return x_SL[order_M // k]
+    return _copies(x_SL, order_M, k, implementation)
 
 
-def _permute_forward(x_SL: jax.Array, order_M: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    return permute(x_SL, order_M, k), order_M
+def _permute_forward(x_SL: jax.Array, order_M: jax.Array, k: int, implementation: Implementation | None) -> tuple[jax.Array, jax.Array]:
+    return permute(x_SL, order_M, k, implementation), order_M
 
 
-def _permute_backward(k: int, order_M: jax.Array, d_rows_ML: jax.Array) -> tuple[jax.Array, None]:
+def _permute_backward(k: int, implementation: Implementation | None, order_M: jax.Array, d_rows_ML: jax.Array) -> tuple[jax.Array, None]:
+    del implementation
     row_Sk = _inverse(order_M).reshape(-1, k)
     return _sum_rows(d_rows_ML, row_Sk).astype(d_rows_ML.dtype), None
 
@@ -73,14 +78,15 @@ def _permute_backward(k: int, order_M: jax.Array, d_rows_ML: jax.Array) -> tuple
 permute.defvjp(_permute_forward, _permute_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def sum_choices(rows_ML: jax.Array, order_M: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def sum_choices(rows_ML: jax.Array, order_M: jax.Array, k: int, implementation: Implementation | None = None) -> jax.Array:
     """Brings sorted rows back to their tokens and adds up each token's k: `combine` with every weight 1, and `permute`'s transpose.
 
     Args:
         rows_ML: one row for each slot, in the order of `order_M`.
         order_M: int32 permutation of the S k slots, from `sort_by_expert`.
         k: choices of a token.
+        implementation: of the gradient, a permutation; see `permute`.
 
     Returns:
         y_SL, float32 (float64 for float64), as is the accumulation; the gradient comes in the rows' dtype.
@@ -92,13 +98,17 @@ def sum_choices(rows_ML: jax.Array, order_M: jax.Array, k: int) -> jax.Array:
     return _sum_rows(rows_ML, _inverse(order_M).reshape(-1, k))
 
 
-def _sum_choices_forward(rows_ML: jax.Array, order_M: jax.Array, k: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return sum_choices(rows_ML, order_M, k), (order_M, jnp.zeros((0,), rows_ML.dtype))
+def _sum_choices_forward(
+    rows_ML: jax.Array, order_M: jax.Array, k: int, implementation: Implementation | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return sum_choices(rows_ML, order_M, k, implementation), (order_M, jnp.zeros((0,), rows_ML.dtype))
 
 
-def _sum_choices_backward(k: int, saved: tuple[jax.Array, jax.Array], dy_SL: jax.Array) -> tuple[jax.Array, None]:
+def _sum_choices_backward(
+    k: int, implementation: Implementation | None, saved: tuple[jax.Array, jax.Array], dy_SL: jax.Array
+) -> tuple[jax.Array, None]:
     order_M, like_rows = saved
-    return dy_SL.astype(like_rows.dtype)[order_M // k], None
+    return _copies(dy_SL.astype(like_rows.dtype), order_M, k, implementation), None
 
 
 sum_choices.defvjp(_sum_choices_forward, _sum_choices_backward)
@@ -107,6 +117,8 @@ sum_choices.defvjp(_sum_choices_forward, _sum_choices_backward)
 @jax.custom_vjp
 def combine(rows_ML: jax.Array, weights_Sk: jax.Array, order_M: jax.Array) -> jax.Array:
     """Brings sorted rows back to their tokens and adds them up, weighted: `y_SL[s] = sum_j weights_Sk[s, j] rows of slot s k + j`.
+
+    The form for experts of any kind. `routed_experts` weighs before its last product instead, which is linear, and needs no rows kept.
 
     Source: Kimi K3 report, section 2.3 (the sum over a token's routed experts).
 
@@ -146,6 +158,16 @@ combine.defvjp(_combine_forward, _combine_backward)
 def _check_slots(name: str, order_M: jax.Array, S: int, k: int) -> None:
     if order_M.shape != (S * k,):
         raise ValueError(f"{name}: the order has shape {order_M.shape}, but {S} tokens with {k} choices have {S * k} slots.")
+
+
+def _copies(x_SL: jax.Array, order_M: jax.Array, k: int, implementation: Implementation | None) -> jax.Array:
+    """Each slot's token, in sorted order."""
+    if on_hopper(implementation):
+        from pallas_kernels.moe_dispatch import hopper_permute
+
+        if hopper_permute.refusal(x_SL, k) is None:
+            return hopper_permute.spread(x_SL, _inverse(order_M))
+    return x_SL[order_M // k]
 
 
 def _inverse(order_M: jax.Array) -> jax.Array:

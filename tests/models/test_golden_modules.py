@@ -14,7 +14,7 @@ from flax import nnx
 from k3train.config import DtypePolicy, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3train.models import attention_residuals, stacks
 from k3train.models.decoder import Decoder
-from k3train.models.feed_forward import situ_glu
+from k3train.models.feed_forward import activation
 from k3train.models.kda import KimiDeltaAttention
 from k3train.models.latent_moe import LatentMoE
 from k3train.models.layout import LocalLayout
@@ -85,7 +85,7 @@ def test_short_conv(dtype):
 
 def test_situ_glu(dtype):
     a = arrays("situ_glu", dtype)
-    y, grads = values_and_pullback(lambda g, u: situ_glu(g, u, beta=4.0, linear_beta=25.0), (a["gate"], a["up"]), a["dy"])
+    y, grads = values_and_pullback(activation(config(dtype)), (a["gate"], a["up"]), a["dy"])
     for name, value in zip(("y", "d_gate", "d_up"), (y, *grads), strict=True):
         check(value, a[name], limits(dtype, 2e-6), name)
 

@@ -32,10 +32,16 @@ def accumulate(x_MK, dy_MN, sizes_E, total_EKN):
 
 
 if __name__ == "__main__":
-    for transpose_w, w in ((False, struct(4, 512, 384)), (True, struct(4, 384, 512))):
-        lower(f"rows-{transpose_w}", functools.partial(rows_matmul, transpose_w=transpose_w), struct(256, 512), w, SIZES)
+    for transpose_w, w in (
+        (False, struct(4, 512, 384)),
+        (True, struct(4, 384, 512)),
+        (False, struct(4, 64, 64)),
+        (True, struct(4, 64, 64)),
+    ):
+        rows = struct(256, w.shape[2 if transpose_w else 1])
+        lower(f"rows-{transpose_w}-{w.shape[1]}", functools.partial(rows_matmul, transpose_w=transpose_w), rows, w, SIZES)
     lower("rows-listed", functools.partial(rows_matmul, config=RowsConfig(walked=0)), struct(256, 512), struct(4, 512, 384), SIZES)
-    for k, n in ((512, 384), (384, 512), (128, 64)):  # tiles of 192, 256 and 64 columns
+    for k, n in ((512, 384), (384, 512), (128, 64), (64, 64)):  # tiles of 192, 256 and 64 columns
         rows = (struct(256, k), struct(256, n), SIZES)
         for out_dtype in (jnp.bfloat16, jnp.float32):
             lower(f"weights-{k}-{n}-{out_dtype.__name__}", functools.partial(weights_gradient, out_dtype=out_dtype), *rows)

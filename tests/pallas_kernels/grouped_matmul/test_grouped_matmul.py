@@ -254,7 +254,8 @@ def test_bad_dtypes_and_implementation():
     [
         ("cpu", 512, jnp.bfloat16, "xla", "GPUs and TPUs"),
         ("gpu", 512, jnp.bfloat16, "hopper", "Hopper"),
-        ("gpu", 128, jnp.bfloat16, "xla", "verified from"),
+        ("gpu", 64, jnp.bfloat16, "hopper", "Hopper"),
+        ("gpu", 96, jnp.bfloat16, "xla", "K = 96"),
         ("gpu", 512, jnp.float32, "xla", "float32"),
     ],
 )

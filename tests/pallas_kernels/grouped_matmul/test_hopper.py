@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import hopper
 from pallas_kernels.grouped_matmul.hopper_rows import RowsConfig, row_tiles, rows_matmul
-from pallas_kernels.grouped_matmul.hopper_weights import WeightsConfig, choose_config, group_spans, weights_gradient
+from pallas_kernels.grouped_matmul.hopper_segments import partial_sums, segment_rows, segments
+from pallas_kernels.grouped_matmul.hopper_weights import WeightsConfig, choose_config, weights_gradient
 
 M, K, N = 96, 128, 128  # what is interpreted: two tiles of rows, ragged in most draws
 TOLERANCE = {jnp.bfloat16: 3e-3, jnp.float32: 1e-5}
@@ -89,7 +92,9 @@ def interpreted():
 # Sizes of 8 groups among at most 800 rows: one shape, so that a table compiles once.
 sizes_strategy = st.lists(st.one_of(st.just(0), st.integers(0, 100)), min_size=8, max_size=8)
 tables = {rows: jax.jit(functools.partial(row_tiles, num_rows=800, config=RowsConfig(max_rows=rows))) for rows in (64, 256)}
-spans = jax.jit(group_spans)
+SEGMENT = 64
+cut = jax.jit(functools.partial(segments, length=SEGMENT, partial=partial_sums(800, SEGMENT)))
+whole = jax.jit(functools.partial(segments, length=None, partial=0))
 
 
 @settings(max_examples=60)
@@ -111,13 +116,32 @@ def test_row_tiles_cover_each_row_once_and_waste_less_than_64_rows_a_group(sizes
 
 @settings(max_examples=30)
 @given(sizes=sizes_strategy)
-def test_group_spans_list_every_group_once_largest_first(sizes):
-    spans_E4 = np.asarray(spans(jnp.asarray(sizes)))
-    assert sorted(spans_E4[:, 0]) == list(range(len(sizes)))
+def test_whole_groups_are_listed_once_largest_first(sizes):
+    segments_T8 = jax.device_get(whole(jnp.asarray(sizes)))
+    assert sorted(segments_T8[:, 0]) == list(range(len(sizes)))
     starts = np.cumsum(sizes) - sizes
-    for group, first, head, rows in spans_E4:
+    for group, first, head, rows, pieces, is_cut, total, count in segments_T8:
         assert rows - head == sizes[group] and first + head == starts[group] and (first % 8 == 0 or not rows)
-    assert (np.diff(np.asarray(sizes)[spans_E4[:, 0]]) <= 0).all()
+        assert (pieces, is_cut, total, count) == (1, 0, sum(sizes), len(sizes))
+    assert (np.diff(np.asarray(sizes)[segments_T8[:, 0]]) <= 0).all()
+
+
+@settings(max_examples=60)
+@given(sizes=st.one_of(sizes_strategy, st.integers(0, 800).map(lambda size: [0, 3, size, 0, 0, 0, 0, 0])))
+def test_segments_cover_each_row_once_and_those_of_cut_groups_come_first(sizes):
+    segments_T8 = jax.device_get(cut(jnp.asarray(sizes)))
+    (total,), (count,) = set(segments_T8[:, 6]), set(segments_T8[:, 7])
+    owner, covered, numbers = np.repeat(np.arange(len(sizes)), sizes), np.zeros(sum(sizes), int), {}
+    for number, (group, first, head, rows, pieces, is_cut, *_) in enumerate(segments_T8[:count]):
+        assert (first % 8 == 0 or not rows) and rows - head <= 1.5 * SEGMENT
+        assert (owner[first + head : first + rows] == group).all()
+        covered[first + head : first + rows] += 1
+        numbers.setdefault(group, []).append(number)
+        assert is_cut == (sizes[group] > 1.5 * SEGMENT) and (is_cut or pieces == 1) and number - numbers[group][0] < pieces
+    assert total == sum(sizes) and (covered == 1).all() and sorted(numbers) == list(range(len(sizes)))
+    assert (segments_T8[count:, 5] == 0).all() and (np.diff(segments_T8[:count, 5]) <= 0).all()
+    assert sum(segments_T8[:count, 5]) <= partial_sums(800, SEGMENT)
+    assert all(len(found) == segments_T8[found[0], 4] and found[-1] - found[0] == len(found) - 1 for found in numbers.values())
 
 
 @pytest.mark.slow
@@ -150,6 +174,25 @@ def test_weights_kernel_interpreted(case):
 
 @pytest.mark.slow
 @pytest.mark.numerics
+@pytest.mark.parametrize(("k", "n"), [(64, 64), (64, 192), (128, 256)])
+def test_kernels_interpreted_with_matrices_narrower_than_a_tile(k, n):
+    interpret, sizes = plgpu.InterpretGPUParams(detect_races=True), SIZES["ragged"]
+    x_MK, w_EKN, dy_MN = arrays(sizes, k=k, n=n)
+    rows = functools.partial(rows_matmul, config=RowsConfig(max_rows=64, stages=2, num_sms=2), interpret=interpret)
+    weights = WeightsConfig(tile_n=choose_config(M, len(sizes), k, n, jnp.bfloat16, False).tile_n, stages=2, num_sms=2)
+    sizes_E = jnp.asarray(sizes, jnp.int32)
+    actual = (
+        jax.jit(rows)(x_MK, w_EKN, sizes_E),
+        jax.jit(functools.partial(rows, transpose_w=True))(dy_MN, w_EKN, sizes_E),
+        jax.jit(functools.partial(weights_gradient, config=weights, interpret=interpret))(x_MK, dy_MN, sizes_E),
+    )
+    for value, expected in zip(actual, dense(x_MK, w_EKN, sizes, dy_MN), strict=True):
+        assert relative_error(value, expected) < TOLERANCE[jnp.bfloat16]
+    assert_no_race()
+
+
+@pytest.mark.slow
+@pytest.mark.numerics
 @settings(max_examples=8)
 @given(cuts=st.lists(st.integers(0, M), min_size=4, max_size=4))
 def test_kernels_interpreted_for_any_sizes(cuts):
@@ -162,12 +205,32 @@ def test_kernels_interpreted_for_any_sizes(cuts):
     assert_no_race()
 
 
+@pytest.mark.slow
+@pytest.mark.numerics
+def test_weights_kernel_interpreted_with_cut_groups():
+    """In a process of its own: the interpreter blocks a thread per warpgroup, and XLA has one per core or device, whichever is more."""
+    script = Path(__file__).with_name("interpret_segments.py")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert len(errors) == 9 and all(error < (TOLERANCE[jnp.bfloat16] if "bfloat16" in name else 1e-6) for name, error in errors.items())
+
+
+def test_groups_are_cut_only_where_few_tiles_leave_sms_idle():
+    assert segment_rows(65536, 112, 3584, 3072, 336, 132) is None  # as many tiles as SMs
+    for rows, groups, k, n, tiles in ((65536, 64, 512, 384, 8), (262144, 128, 1024, 768, 24), (65536, 896, 1024, 768, 24)):
+        length = segment_rows(rows, groups, k, n, tiles, 132)
+        assert length % 64 == 0 and length >= 2 * rows / groups and partial_sums(rows, length) * k * n * 4 <= 60 * 2**20
+    assert segment_rows(256, 1, 64, 64, 1, 132) is None
+
+
 def test_every_variant_lowers_for_cuda():
     """In a process of its own: after interpretation, JAX 0.12 takes minutes for what takes seconds in a fresh one."""
     script = Path(__file__).with_name("lower_hopper_variants.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.split().count("lowered") == 12
+    assert done.stdout.split().count("lowered") == 17
 
 
 def struct(*shape, dtype=jnp.bfloat16):
@@ -177,7 +240,7 @@ def struct(*shape, dtype=jnp.bfloat16):
 def test_shared_memory_is_within_what_a_block_may_have():
     for n in (64, 192, 384, 512, 3072):
         for out_dtype, accumulate in ((jnp.bfloat16, False), (jnp.float32, False), (jnp.float32, True)):
-            config = choose_config(512, n, out_dtype, accumulate)
+            config = choose_config(65536, 64, 512, n, out_dtype, accumulate)
             loads = config.stages * config.block_m * (128 + config.tile_n) * 2
             kept = 2 * config.slots * 64 * config.width * 4 if config.slots else 64 * config.tile_n * 2
             assert loads + kept <= 226 * 1024 and config.stages >= 3
@@ -223,7 +286,10 @@ def on_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "k", "n"), [(1000, 192, 320), (2048, 512, 384)])
+@pytest.mark.parametrize(
+    ("rows", "k", "n"),
+    [(1000, 64, 64), (1000, 64, 192), (1000, 128, 256), (1000, 256, 128), (1000, 256, 256), (1000, 192, 320), (2048, 512, 384)],
+)
 def test_values_gradients_and_bits_on_a_gpu(rows, k, n):
     rng, groups = np.random.default_rng(1), 13
     cases = [np.diff([0, *np.sort(rng.integers(0, total + 1, groups - 1)), total]) for total in (rows, rows, rows - 77)]
