@@ -253,6 +253,7 @@ def _kernel(sizes_E, tiles_T4, count_1, x_MC, w_E, y_MF, x_smem, w_smem, y_smem,
         plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("transpose_w", "config", "interpret"))  # lowered once for all the layers that call it
 def rows_matmul(
     x_MC: jax.Array,
     w_E: jax.Array,

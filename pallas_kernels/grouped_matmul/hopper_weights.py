@@ -259,6 +259,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "config", "interpret"))  # lowered once for all the layers that call it
 def weights_gradient(
     x_MK: jax.Array,
     dy_MN: jax.Array,

@@ -121,6 +121,7 @@ def _kernel(scores_SE, cutoffs_S, range_2, counts_PEQB, scores, cutoffs, counts,
     plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("bins", "num_blocks", "interpret"))  # lowered once for all the layers that call it
 def histogram(scores_SE, cutoffs_S, real_S, low, width, *, bins: int, num_blocks: int = BLOCKS, interpret=None) -> jax.Array:
     """See `router_histogram`. A pair without a value (NaN) is counted nowhere."""
     tokens, experts = scores_SE.shape

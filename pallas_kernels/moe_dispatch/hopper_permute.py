@@ -75,6 +75,7 @@ def _kernel(x_SBC, row_M, rows_MBC, tokens, numbers, loaded, *, k, stages, num_b
     plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("num_blocks", "interpret"))  # lowered once for all the layers that call it
 def spread(x_SL: jax.Array, row_M: jax.Array, *, num_blocks: int = BLOCKS, interpret=None) -> jax.Array:
     """Copies tokens to sorted rows: `rows_ML[row_M[s k + j]] = x_SL[s]`.
 

@@ -106,6 +106,7 @@ def _kernel(*refs, situ, backward, warpgroups, stages, num_blocks):
     plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("situ", "num_blocks", "interpret"))  # lowered once for all the layers that call it
 def _run(situ: SituGLU, both_MG, weight_M, *d_hidden_MF, num_blocks=BLOCKS, interpret=None):
     backward = bool(d_hidden_MF)
     rows, width = both_MG.shape
