@@ -33,7 +33,9 @@ from tests.x64 import float64
 
 INPUTS = ("q", "k", "v", "g_raw", "beta_raw", "A_log", "dt_bias", "initial_state")
 REGIMES = {"random": 4.5e-3, "initial gate": 4.5e-3, "bound": 4.5e-3, "no decay": 6.5e-3, "repeated keys": 2e-2}
-GRADIENT_LIMITS = {**dict.fromkeys(REGIMES, 1.5e-2), "repeated keys": 6e-2}
+GRADIENT_LIMIT = 1.5e-2
+# One and a half times the errors of flash-linear-attention on such inputs (docs/benchmarks/kda_h200.json).
+WITH_REPEATED_KEYS = {"q": 2.6e-2, "k": 6.9e-3, "v": 4.3e-2, "beta_raw": 0.102}
 CASES = ("a_basic", "b_ragged", "c_extreme", "d_packed")
 EDGES = (1, 15, 16, 17, 63, 64, 65)
 
@@ -156,7 +158,7 @@ def test_gradients_interpreted(regime):
     given = cotangents(inputs)
     *_, got = interpret(inputs, ids, lower_bound=LOWER_BOUND, blocks=1, computing=1 if ragged else 2, cotangents=given)
     for name, a, b in zip(INPUTS, got, with_gradients(kda_recurrent, inputs, ids, given)[2:], strict=True):
-        assert error(a, b) < GRADIENT_LIMITS[regime], f"gradient of {name}"
+        assert error(a, b) < GRADIENT_LIMIT, f"gradient of {name}"
 
 
 def golden(case):
@@ -291,7 +293,8 @@ def test_values_and_bits_on_a_gpu(regime, packed):
     assert np.isfinite(np.asarray(first[1])).all()
     for name, a, b in zip(INPUTS, first[2:], want[2:], strict=True):
         # At the bound and without decay the gate's gradients vanish, but for what float64 leaves.
-        assert np.linalg.norm(b) < 1e-12 or error(a, b) < GRADIENT_LIMITS[regime], f"gradient of {name}"
+        limit = WITH_REPEATED_KEYS.get(name, GRADIENT_LIMIT) if regime == "repeated keys" else GRADIENT_LIMIT
+        assert np.linalg.norm(b) < 1e-12 or error(a, b) < limit, f"gradient of {name}"
 
 
 @pytest.mark.gpu
@@ -318,4 +321,4 @@ def test_transition_on_a_gpu():
     _, want, *gradients = with_gradients(kda_recurrent, inputs, None, (nothing, d_final))
     assert error(state, want) < REGIMES["initial gate"]
     for name, a, b in list(zip(INPUTS, jax.jit(pull_back)(d_final), gradients, strict=True))[1:]:
-        assert error(a, b) < GRADIENT_LIMITS["initial gate"], f"gradient of {name}"
+        assert error(a, b) < GRADIENT_LIMIT, f"gradient of {name}"
