@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 
 from k3train.config import ModelConfig
+from k3train.models.layout import SituGLU
 from k3train.models.norms import wide
 from k3train.models.parameters import weight
-from pallas_kernels.moe_dispatch import SituGLU
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -16,7 +16,10 @@ import pallas_kernels.kda
 from k3train.config import Kernels
 from k3train.models.attention import causal_attention
 from k3train.models.short_conv import short_conv
-from pallas_kernels.moe_dispatch import routed_experts, router_histogram
+from pallas_kernels.moe_dispatch import SituGLU, routed_experts, router_histogram, router_logits
+
+# This module is the models' only door to the kernels. The last two need no Layout: XLA spreads them over devices by itself.
+__all__ = ["Activation", "Layout", "LocalLayout", "SituGLU", "router_logits"]
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 

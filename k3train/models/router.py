@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from k3train.config import MoEConfig
-from k3train.models.layout import Layout
+from k3train.models.layout import Layout, router_logits
 from k3train.models.reports import Report, row_sums
-from pallas_kernels.moe_dispatch import router_logits
 
 
 class Routing(NamedTuple):
