@@ -56,7 +56,7 @@ test-gpu: $(DEV)-gpu  ## Run the tests that need an NVIDIA GPU
 	JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
 
 # libtpu slows every start of JAX, so it has an environment of its own beside the usual one.
-test-tpu:  ## Interpret kernels for TPUs and compile them and a train step, with no TPU here, in an environment of its own
+test-tpu:  ## Interpret kernels for TPUs, compile them and a train step, lower those for GPUs: with neither here, in its own environment
 	@$(MAKE) --no-print-directory compile-for-tpu VENV=$(VENV)-tpu
 
 compile-for-tpu: $(DEV)-tpu

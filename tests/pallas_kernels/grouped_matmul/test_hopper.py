@@ -225,6 +225,7 @@ def test_groups_are_cut_only_where_few_tiles_leave_sms_idle():
     assert segment_rows(256, 1, 64, 64, 1, 132) is None
 
 
+@pytest.mark.aot
 def test_every_variant_lowers_for_cuda():
     """In a process of its own: after interpretation, JAX 0.12 takes minutes for what takes seconds in a fresh one."""
     script = Path(__file__).with_name("lower_hopper_variants.py")

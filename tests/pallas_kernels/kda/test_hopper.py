@@ -198,6 +198,7 @@ def test_transition_interpreted():
     assert error(transition @ np.asarray(inputs[7]) + zero_start, want) < REGIMES["no decay"]
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shape", [(1, 128, 2, 128, 128), (2, 200, 3, 64, 96)])
 def test_lowers_for_cuda(shape, packed):
@@ -223,6 +224,7 @@ def kernels_and_calls(text: str) -> tuple[int, int]:
     return text.count("@mosaic_gpu"), len(re.findall(r"call @(?:prepare|recurrence|reverse_recurrence|input_gradients)(?:_\d+)?\(", text))
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("heads", [66, 67])
 def test_recurrences_lower_for_cuda(heads):
     """With many heads a block holds two warpgroups that compute, with few one."""
@@ -248,6 +250,7 @@ def test_what_the_kernels_do_not_take():
         kda_hopper(*wide[:7], lower_bound=LOWER_BOUND)
 
 
+@pytest.mark.aot
 def test_transition_lowers_for_cuda():
     """Three kernels, and four more for the gradient of each of its two walks."""
     narrow, wide = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))

@@ -118,6 +118,7 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+@pytest.mark.aot
 def test_kernels_lower_for_cuda():
     f32 = jnp.float32
     backward = functools.partial(hopper_situ.weighted_situ, SITU)
