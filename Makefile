@@ -7,7 +7,8 @@ VENV ?= .venv
 EXTRAS ?=
 # Handed on: to `k3train train` by quickstart, to pytest by the tests.
 ARGS ?=
-# Test processes side by side; a file stays in one, so that what it sets up is made once.
+# Test processes side by side; a file stays in one, so that what it sets up is made once. In order: xdist would keep files of few tests,
+# which take long, for the end.
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -44,10 +45,10 @@ quickstart: $(BASE)  ## Train the small K3 of experiments/quickstart.py, or go o
 	fi
 
 test: $(DEV)  ## Run the tests, except slow ones and those for accelerators
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(FAST)" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(FAST)" $(ARGS)
 
 test-numerics: $(DEV)  ## Run the tests of values and gradients: golden arrays, kernels, resume
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "numerics and $(FAST)" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "numerics and $(FAST)" $(ARGS)
 
 test-slow: $(DEV)  ## Run the slow tests
 	$(PYTEST) -m "slow and not gpu and not tpu and not aot" $(ARGS)
