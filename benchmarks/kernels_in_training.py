@@ -41,17 +41,25 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # which kernels were chosen
 
+    with ThreadPoolExecutor() as threads:
+        pending = [Compared(path, [*fields, "--schedule.steps", str(options.steps)], threads) for path in options.experiments]
+        for compared in pending:
+            compared.wait()
+        rows = []
+        for compared in pending:
+            rows += compared.run(options.steps)
+            if options.output:
+                write(options.output, rows)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows so far, with what they were measured on."""
     import jax
 
     from k3train.train.result import versions
 
-    with ThreadPoolExecutor() as threads:
-        pending = {path: Compared(path, [*fields, "--schedule.steps", str(options.steps)], threads) for path in options.experiments}
-        rows = [row for compared in pending.values() for row in compared.run(options.steps)]
-    device = jax.devices()[0].device_kind
-    result = {"command": shlex.join(["python", *sys.argv]), "device": device, "versions": versions(), "rows": rows}
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = {"command": shlex.join(["python", *sys.argv]), "device": jax.devices()[0].device_kind, "versions": versions(), "rows": rows}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 class Compared:
@@ -69,6 +77,11 @@ class Compared:
         for kernels in ("xla", "auto"):
             assembly = assemble(dataclasses.replace(self.experiment, kernels=kernels), self.data.tokenizer.boundary_id)
             self.assemblies[kernels], self.programs[kernels] = assembly, threads.submit(compile_step, assembly)
+
+    def wait(self) -> None:
+        """Until its programs are compiled."""
+        for kernels, program in self.programs.items():
+            print(f"{self.path} {kernels}: compiled in {program.result()[1]:.0f} s", flush=True)
 
     def run(self, steps: int) -> list[dict[str, Any]]:
         """The rows of the three runs; prints each."""

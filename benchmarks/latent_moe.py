@@ -2,9 +2,9 @@
 
     python benchmarks/latent_moe.py --output docs/benchmarks/latent_moe_h200.json
 
-The values and gradients of a layer of fewer tokens are compared with the XLA form in float32. The layer, the same with some of it in
-XLA, and its parts are timed as `benchmarks/grouped_matmul.py` does: the median of three windows of calls, each window one program, in
-processes of their own so that they compile in parallel.
+The values and gradients of a layer of fewer tokens, and of its routed experts alone, are compared with the XLA form in float32.
+The layer, the same with some of it in XLA, and its parts are timed as `benchmarks/grouped_matmul.py` does: the median of three windows
+of calls, each window one program, in processes of their own so that they compile in parallel.
 The router's product counts at its own rate: float32 proper, 67 TFLOP/s by the data sheet, for its forward and backward.
 
 Shapes: S tokens, D model, L latent, F hidden of an expert, E experts, k choices, M = S k rows, H hidden of the shared experts.
@@ -108,33 +108,68 @@ def draw(tokens: int, dtype=jnp.bfloat16) -> tuple[dict, jax.Array, jax.Array]:
     return jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(dtype), (params, x_SD, dy_SD))
 
 
+def draw_experts(tokens: int, dtype=jnp.bfloat16) -> tuple[dict, jax.Array, jax.Array]:
+    """The same for the routed experts: matrices and choices (ids, normalised weights), latent input, cotangent."""
+    params, _, _ = draw(tokens, dtype)
+    z_SL, du_SL = (jax.random.normal(jax.random.key(seed), (tokens, L), jnp.bfloat16).astype(dtype) for seed in (1, 2))
+    scores_Sk, ids_Sk = lax.top_k(jax.random.uniform(jax.random.key(3), (tokens, E)), K)
+    choices = {"ids": ids_Sk, "weights": scores_Sk / jnp.sum(scores_Sk, axis=-1, keepdims=True)}
+    return {name: params[name] for name in ("w_gate", "w_up", "w_down")} | choices, z_SL, du_SL
+
+
+def experts_gradients(params: dict, z_SL: jax.Array, du_SL: jax.Array, *, implementation, experts=routed_experts, activation=SITU) -> tuple:
+    """Output and all gradients of the routed experts."""
+    ids_Sk, floats = params["ids"], {name: value for name, value in params.items() if name != "ids"}
+
+    def run(floats, z_SL):
+        matrices = (floats["w_gate"], floats["w_up"], floats["w_down"])
+        return experts(z_SL, ids_Sk, floats["weights"], *matrices, activation=activation, implementation=implementation)
+
+    u_SL, pullback = jax.vjp(run, floats, z_SL)
+    return u_SL, pullback(du_SL.astype(u_SL.dtype))
+
+
 def check(tokens: int) -> dict[str, dict]:
-    """Relative L2 of the layer's output and gradients in bfloat16, ours and XLA's, against the XLA form in float32."""
+    """Relative L2 of outputs and gradients in bfloat16, ours and XLA's, against the XLA form in float32."""
+    plain = dict(experts=separate_experts, activation=plain_situ)
+    comparisons = {
+        "layer": comparison(gradients, draw, tokens, dict(plain, logits=plain_logits)),
+        "routed experts": comparison(experts_gradients, draw_experts, tokens, plain),
+    }
+    print(READY, flush=True)
+    with in_turn():
+        return {name: compare() for name, compare in comparisons.items()}
+
+
+def comparison(function: Callable, arguments: Callable, tokens: int, plain: dict) -> Callable[[], dict[str, dict]]:
+    """Compiles `function`, whose XLA form takes the options `plain`; what it returns gives {form: {"same_bits", name: relative L2}}."""
 
     def compiled(args, implementation, **options):
-        program = jax.jit(partial(gradients, implementation=implementation, **options)).lower(*args)
+        program = jax.jit(partial(function, implementation=implementation, **options)).lower(*args)
         return program.compile({"xla_gpu_autotune_level": 0} if implementation == "xla" else None)  # its many small products take minutes
 
-    wide, narrow = draw(tokens, jnp.float32), draw(tokens)
-    plain = dict(experts=separate_experts, activation=plain_situ, logits=plain_logits)
+    def named(result):
+        y, (d_params, dx) = result
+        return {"y": y, "x": dx, **d_params}
+
+    wide, narrow = arguments(tokens, jnp.float32), arguments(tokens)
     with jax.default_matmul_precision("highest"):
         reference = compiled(wide, "xla", **plain)
     forms = {"hopper": compiled(narrow, "hopper"), "xla": compiled(narrow, "xla", **plain)}
-    print(READY, flush=True)
-    found: dict = {}
-    with in_turn():
-        y_SD, (d_params, dx_SD) = reference(*wide)
-        expected = jax.device_get({"y": y_SD, "x": dx_SD, **d_params})
+
+    def compare():
+        expected, found = jax.device_get(named(reference(*wide))), {}
         for implementation, run in forms.items():
             first, second = run(*narrow), run(*narrow)
             leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
             errors: dict = {"same_bits": all(bool(jnp.array_equal(a, b)) for a, b in leaves)}
-            y_SD, (d_params, dx_SD) = first
-            for name, value in {"y": y_SD, "x": dx_SD, **d_params}.items():
+            for name, value in named(first).items():
                 error = jnp.linalg.norm(value.astype(jnp.float32) - expected[name]) / jnp.linalg.norm(expected[name])
                 errors[name] = round(float(error), 5)
             found[implementation] = errors
-    return found
+        return found
+
+    return compare
 
 
 def flops() -> tuple[float, float]:
