@@ -38,7 +38,8 @@ def grouped_matmul(
         group_sizes_E: integers >= 0, the rows of each group; their sum is at most M (not checked: they live on the device).
         implementation: None is `hopper` or `tpu` where its kernels apply (`hopper`: JAX 0.11, a Hopper GPU, bf16, M a multiple of 8, K
             and N of 64) and the XLA form elsewhere; the choice is logged once for each reason. By name it raises where it does not
-            apply. `tpu` multiplies float32 at the highest precision.
+            apply. `tpu` multiplies float32 at the highest precision, or rounded to bfloat16 where the default precision is said
+            to be bfloat16; its own function has `out_dtype`.
 
     Returns:
         y_MN in the rows' dtype. Rows past the sum of the sizes are zero, have zero gradient and enter no matrix's gradient.

@@ -82,9 +82,9 @@ def _kernel(group_V, tile_V, start_G1, last_2, x_MC, w_CF, y_MF, *sum_MF, tiles,
         store(jnp.zeros(y_MF.shape, jnp.float32), (slice(None), slice(None)), 0)
 
 
-def precision(x: jax.Array) -> lax.Precision | None:
-    """Float32 operands keep all their bits."""
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+def precision(x: jax.Array) -> lax.Precision:
+    """Float32 operands keep all their bits; stated for bfloat16 too, since JAX's default may be one that is for float32 only."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def result(shape: tuple[int, ...], dtype: jnp.dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
@@ -98,6 +98,7 @@ def rows_matmul(
     group_sizes_E: jax.Array,
     *,
     transpose_w: bool = False,
+    out_dtype: jnp.dtype | None = None,
     tiles: RowsTiles | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
@@ -108,15 +109,17 @@ def rows_matmul(
       w_E: matrices [E, C, F], or [E, F, C] with `transpose_w`, in the rows' dtype.
       group_sizes_E: int32, their sum at most M.
       transpose_w: contract the matrices' last axis.
+      out_dtype: of the result, bfloat16 or float32; the rows' if None.
       tiles: sizes of the tiles; chosen to fit if None.
       interpret: run on the CPU.
 
     Returns:
-      y_MF in the rows' dtype, zeros in rows past the groups.
+      y_MF, summed in float32 and rounded once to `out_dtype`; zeros in rows past the groups.
     """
     (M, C), E, F = x_MC.shape, w_E.shape[0], w_E.shape[1 if transpose_w else 2]
-    device = chip()
-    tiles = tiles or choose_rows_tiles(M, C, F, x_MC.dtype.itemsize, device)
+    device, out_dtype = chip(), jnp.dtype(out_dtype or x_MC.dtype)
+    size, out_size = x_MC.dtype.itemsize, out_dtype.itemsize
+    tiles = tiles or choose_rows_tiles(M, C, F, size, out_size, device)
     m, c, f = tiles
     steps, feature_tiles = pl.cdiv(C, c), pl.cdiv(F, f)
     visits = list_visits(group_sizes_E, M, m, for_rows=True)
@@ -138,10 +141,9 @@ def rows_matmul(
         del step, group_V, start_G1, last_2
         return tile_V[visit], feature
 
-    size = x_MC.dtype.itemsize
     return pl.pallas_call(
         functools.partial(_kernel, tiles=tiles, contracted=C, num_groups=E, transpose_w=transpose_w),
-        out_shape=result((M, F), x_MC.dtype, x_MC),
+        out_shape=result((M, F), out_dtype, x_MC),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(feature_tiles, visits.count, steps),
@@ -151,7 +153,7 @@ def rows_matmul(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=device.limit),
         cost_estimate=pl.CostEstimate(
-            flops=2 * M * C * F, bytes_accessed=size * (M * C * feature_tiles + w_E.size + M * F), transcendentals=0
+            flops=2 * M * C * F, bytes_accessed=size * (M * C * feature_tiles + w_E.size) + out_size * M * F, transcendentals=0
         ),
         interpret=interpret,
         name="grouped_matmul_rows_transposed" if transpose_w else "grouped_matmul_rows",

@@ -118,13 +118,13 @@ class RowsTiles(NamedTuple):
     contracted: int
     features: int
 
-    def vmem_bytes(self, itemsize: int, contracted: int) -> int:
+    def vmem_bytes(self, itemsize: int, out_itemsize: int, contracted: int) -> int:
         """Rows, matrix and result in two buffers each, and a chunk's product in float32.
 
         If contracted in steps also the sum; if the last step is ragged also its operands in float32, where they are masked.
         """
         m, c, f = self
-        buffers, product = 2 * itemsize * (m * c + c * f + m * f), 4 * m * min(f, CHUNK)
+        buffers, product = 2 * itemsize * (m * c + c * f) + 2 * out_itemsize * m * f, 4 * m * min(f, CHUNK)
         return buffers + product + 4 * m * f * (contracted > c) + 4 * c * (m + min(f, CHUNK)) * (contracted % c > 0)
 
 
@@ -136,12 +136,15 @@ class WeightsTiles(NamedTuple):
     n: int
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """Both kinds of rows and the result in two buffers each, the sum and a chunk's product in float32."""
+        """Both kinds of rows in two buffers each, the result with its sum, and a chunk's product in float32.
+
+        A result in float32 is its own sum, so that its two buffers take what those of a bfloat16 one and the sum take.
+        """
         m, k, n = self
-        return 2 * itemsize * (m * k + m * n + k * n) + 4 * k * n + 4 * min(k, CHUNK) * n
+        return 2 * itemsize * (m * k + m * n) + 8 * k * n + 4 * min(k, CHUNK) * n
 
 
-def choose_rows_tiles(num_rows: int, contracted: int, features: int, itemsize: int, chip: Chip) -> RowsTiles:
+def choose_rows_tiles(num_rows: int, contracted: int, features: int, itemsize: int, out_itemsize: int, chip: Chip) -> RowsTiles:
     """The fewest feature tiles, since each reads all rows again; a matrix is contracted whole unless it is too long for that.
 
     A matrix that is contracted in steps is read again by every tile of rows.
@@ -153,7 +156,7 @@ def choose_rows_tiles(num_rows: int, contracted: int, features: int, itemsize: i
         for steps in range(1, pl.cdiv(contracted, LANES) + 1)
         for pieces in range(least, pl.cdiv(features, LANES) + least, least)
         if (tiles := RowsTiles(m, _piece(contracted, steps), _piece(features, pieces))).features >= wide
-        and tiles.vmem_bytes(itemsize, contracted) <= chip.for_tiles
+        and tiles.vmem_bytes(itemsize, out_itemsize, contracted) <= chip.for_tiles
     )
     return next(fitting)
 

@@ -28,7 +28,13 @@ KERNELS = {
 }
 # M, E, K, N of one device's rows: all of K3's experts on it, and an eighth of them, gate and up joined.
 SHAPES = {"896 experts, 3584 -> 3072": (65536, 896, 3584, 3072), "112 experts, 3584 -> 6144": (65536, 112, 3584, 6144)}
-ODD = {"bfloat16": (77, 5, 24, 200), "float32": (1000, 5, 300, 40)}
+# Dtype of the arrays, JAX's matmul precision, and M, E, K, N.
+ODD = {
+    "bfloat16": ("bfloat16", None, (77, 5, 24, 200)),
+    "float32": ("float32", None, (1000, 5, 300, 40)),
+    "float32 with bfloat16 products": ("float32", "bfloat16", (1000, 5, 300, 40)),
+    "bfloat16 where float32 keeps all bits": ("bfloat16", "highest", (77, 5, 24, 200)),
+}
 
 
 def compile_on_every_device(function, mesh, *shapes):
@@ -62,6 +68,18 @@ def test_kernels_compile_at_full_size(topology, mesh, name, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_compile_at_full_size_with_float32_results(topology, mesh, name, kernel):
+    M, E, K, N = SHAPES[name]
+    if topology.startswith("v6e") and kernel == "gradient to weights":
+        E = min(E, 448)  # 896 matrices in float32 are 39 GB, more than its HBM; tiles do not depend on their number
+    run = functools.partial(KERNELS[kernel], out_dtype="float32")
+    compiled = compile_on_every_device(run, mesh, *operands(kernel, (M, E, K, N), "bfloat16"))
+    print(describe(f"{topology} grouped matmul, {kernel}, float32 results, {E} experts, {K} -> {N}", compiled))
+    check_compiled(compiled, topology, (M, E, K, N))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_compile_in_float32(topology, mesh, kernel):
     shape = (8192, 16, 3584, 3072)
     compiled = compile_on_every_device(KERNELS[kernel], mesh, *operands(kernel, shape, "float32"))
@@ -69,16 +87,17 @@ def test_kernels_compile_in_float32(topology, mesh, kernel):
     check_compiled(compiled, topology, shape)
 
 
-@pytest.mark.parametrize("dtype", ODD)
-def test_chosen_by_itself_and_differentiated_at_odd_sizes(topology, mesh, dtype):
+@pytest.mark.parametrize("form", ODD)
+def test_chosen_by_itself_and_differentiated_at_odd_sizes(topology, mesh, form):
     """With the process's default backend a CPU, the mesh says what is compiled for."""
 
     def gradients(x_MK, w_EKN, sizes_E):
         y_MN, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E), x_MK, w_EKN)
         return y_MN, *pullback(jnp.ones_like(y_MN))
 
-    M, E, K, N = ODD[dtype]
-    compiled = compile_on_every_device(gradients, mesh, ((M, K), dtype), ((E, K, N), dtype), ((E,), "int32"))
+    dtype, products, (M, E, K, N) = ODD[form]
+    with jax.default_matmul_precision(products):
+        compiled = compile_on_every_device(gradients, mesh, ((M, K), dtype), ((E, K, N), dtype), ((E,), "int32"))
     names = {name.split(".")[0] for name in kernels_vmem(compiled)}
     assert names == {"grouped_matmul_rows", "grouped_matmul_rows_transposed", "grouped_matmul_weights"}, names
 
@@ -100,38 +119,42 @@ def changes(tiles_V):
     return 1 + np.count_nonzero(np.diff(tiles_V))
 
 
-def count(kernel, shape, chip):
-    """(operations on the MXU, HBM bytes) of a bfloat16 kernel with groups of nearly one size, walked as its grid is."""
+def count(kernel, shape, chip, out_itemsize):
+    """(operations on the MXU, HBM bytes) with bfloat16 operands and groups of nearly one size, walked as the grid is."""
     M, E, K, N = shape
     sizes_E = np.diff(np.arange(E + 1) * M // E)
     if kernel == "gradient to rows":
         K, N = N, K
     is_weights = kernel == "gradient to weights"
-    tiles = (choose_weights_tiles if is_weights else choose_rows_tiles)(M, K, N, 2, chip)
+    tiles = choose_weights_tiles(M, K, N, 2, chip) if is_weights else choose_rows_tiles(M, K, N, 2, out_itemsize, chip)
     visits = jax.device_get(list_visits(jnp.asarray(sizes_E, jnp.int32), M, tiles.rows, for_rows=not is_weights))
     group_V, tile_V = visits.group_V[: visits.count], visits.tile_V[: visits.count]
     start_V, end_V = (np.clip(visits.start_G1[group_V + i] - tile_V * tiles.rows, 0, tiles.rows) for i in (0, 1))
     multiplied = np.sum((-(-end_V // PART) - start_V // PART) * PART)
     if is_weights:
         across_k, across_n = -(-K // tiles.k), -(-N // tiles.n)
-        rows, blocks = changes(tile_V) * tiles.rows * (K * across_n + N * across_k), changes(group_V) * K * N
+        read, written = changes(tile_V) * tiles.rows * (K * across_n + N * across_k), changes(group_V) * K * N
     else:
-        rows = changes(tile_V) * tiles.rows * (K * -(-N // tiles.features) + N)
-        blocks = changes(group_V) * K * N
-    return 2 * multiplied * K * N, 2 * (rows + blocks)
+        read = changes(tile_V) * tiles.rows * K * -(-N // tiles.features) + changes(group_V) * K * N
+        written = changes(tile_V) * tiles.rows * N
+    return 2 * multiplied * K * N, 2 * read + out_itemsize * written
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("target", PEAKS)
-def test_bytes_moved_are_near_those_of_everything_once(target, name, kernel):
+@pytest.mark.parametrize("results", ["bfloat16", "float32"])
+def test_bytes_moved_are_near_those_of_everything_once(target, name, kernel, results):
     M, E, K, N = SHAPES[name]
-    operations, moved = count(kernel, SHAPES[name], CHIPS[target])
-    once, needed = 2 * (M * (K + N) + E * K * N), 2 * M * K * N
+    out_itemsize = jnp.dtype(results).itemsize
+    operations, moved = count(kernel, SHAPES[name], CHIPS[target], out_itemsize)
+    written = {"forward": M * N, "gradient to rows": M * K, "gradient to weights": E * K * N}[kernel]
+    once, needed = 2 * (M * (K + N) + E * K * N) + (out_itemsize - 2) * written, 2 * M * K * N
     milliseconds = [1e3 * amount / peak for amount, peak in zip((operations, moved), PEAKS[target], strict=True)]
     print(
-        f"{target} grouped matmul, {kernel}, {name}: MXU {operations / 1e12:.2f} TFLOP ({operations / needed:.2f} of what is needed), "
-        f"HBM {moved / 1e9:.2f} GB ({moved / once:.2f} of once), roofline {max(milliseconds):.2f} ms "
-        f"(MXU {milliseconds[0]:.2f}, HBM {milliseconds[1]:.2f})"
+        f"{target} grouped matmul, {kernel}, {results} results, {name}: "
+        f"MXU {operations / 1e12:.2f} TFLOP ({operations / needed:.2f} of what is needed), "
+        f"HBM {moved / 1e9:.2f} GB ({moved / once:.2f} of once), "
+        f"roofline {max(milliseconds):.2f} ms (MXU {milliseconds[0]:.2f}, HBM {milliseconds[1]:.2f})"
     )
     assert moved <= 1.5 * once

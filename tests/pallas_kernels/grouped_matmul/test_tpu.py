@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from k3train.config import DtypePolicy
-from k3train.models.feed_forward import activation
-from k3train.models.latent_moe import LatentMoE
-from k3train.models.layout import LocalLayout
 from pallas_kernels.grouped_matmul import grouped_matmul, tpu, tpu_tiles
 from pallas_kernels.grouped_matmul.tpu_rows import rows_matmul
 from pallas_kernels.grouped_matmul.tpu_tiles import Chip, RowsTiles, WeightsTiles, choose_rows_tiles, choose_weights_tiles, list_visits
 from pallas_kernels.grouped_matmul.tpu_weights import weights_gradient
 from pallas_kernels.target import Target
-from tests.golden import check
-from tests.models import test_golden_modules as golden
-from tests.x64 import float64
 
 pytestmark = pytest.mark.aot
 
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-TOLERANCE = {"bfloat16": 4.5e-3, "float32": 1e-6}
+TOLERANCE = {"bfloat16": 4.5e-3, "float32": 1e-6}  # by the dtype of a result: sums of products of bfloat16 are float32's too
 M, E, K, N = 280, 5, 24, 40  # three tiles of 128 rows, widths that lanes do not divide
 SIZES = {
     "ragged, with rows past the sum": [100, 0, 150, 7, 3],
@@ -81,30 +77,68 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tpu_tiles, "TILE_ROWS", 128)
 
 
+class Form(NamedTuple):
+    """Dtypes of what is given, multiplied and returned."""
+
+    given: str
+    operands: str
+    result: str
+
+
+FORMS = {
+    "float32": Form("float32", "float32", "float32"),
+    "bfloat16": Form("bfloat16", "bfloat16", "bfloat16"),
+    "bfloat16, results float32": Form("bfloat16", "bfloat16", "float32"),
+    "bfloat16, results and gradients float32": Form("float32", "bfloat16", "float32"),
+}
+
+
+def products(form):
+    """The context that makes float32 arrays enter products as bfloat16, for a form that wants it."""
+    return jax.default_matmul_precision("bfloat16") if form.given != form.operands else nullcontext()
+
+
 @functools.cache
-def interpreted():
+def interpreted(form):
     """The function with its gradients, compiled once for all sizes."""
 
     def run(x_MK, w_EKN, sizes_E, dy_MN):
-        y_MN, pullback = jax.vjp(lambda x, w: tpu.grouped_matmul(x, w, sizes_E, INTERPRET), x_MK, w_EKN)
+        multiply = functools.partial(tpu.grouped_matmul, interpret=INTERPRET, out_dtype=form.result)
+        y_MN, pullback = jax.vjp(lambda x, w: multiply(x, w, sizes_E), x_MK, w_EKN)
         return y_MN, *pullback(dy_MN)
 
     return jax.jit(run)
 
 
-def check_interpreted(sizes, dtype):
-    x_MK, w_EKN, dy_MN = arrays(sizes, dtype)
-    results = interpreted()(x_MK, w_EKN, jnp.asarray(sizes, jnp.int32), dy_MN)
-    for name, actual, expected in zip(("y", "dx", "dw"), results, dense(x_MK, w_EKN, sizes, dy_MN), strict=True):
+def check_interpreted(sizes, form):
+    exact = [np.asarray(array.astype(form.operands), np.float64) for array in arrays(sizes, "float32")]
+    x_MK, w_EKN, dy_MN = (jnp.asarray(a, dtype) for a, dtype in zip(exact, (form.given, form.given, form.result), strict=True))
+    with products(form):
+        results = interpreted(form)(x_MK, w_EKN, jnp.asarray(sizes, jnp.int32), dy_MN)
+    wanted = zip(("y", "dx", "dw"), dense(exact[0], exact[1], sizes, exact[2]), (form.result, form.given, form.given), strict=True)
+    for actual, (name, expected, dtype) in zip(results, wanted, strict=True):
         assert_close(actual, expected, dtype, f"{name} for {sizes}")
     assert_no_race()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_and_gradients_interpreted(monkeypatch, dtype):
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_values_and_gradients_interpreted(monkeypatch, form):
     small_tiles(monkeypatch)
     for sizes in SIZES.values():
-        check_interpreted(sizes, dtype)
+        check_interpreted(sizes, form)
+
+
+def test_operands_and_cotangents_are_rounded_once(monkeypatch):
+    """Float32 arrays that bfloat16 does not hold give what their rounded values give, and the results are not rounded."""
+    small_tiles(monkeypatch)
+    sizes, form = SIZES["ragged, with rows past the sum"], FORMS["bfloat16, results and gradients float32"]
+    given = arrays(sizes, "float32")
+    with products(form):
+        results = interpreted(form)(*given[:2], jnp.asarray(sizes, jnp.int32), given[2])
+    rounded_MK, rounded_EKN, rounded_MN = (array.astype("bfloat16") for array in given)
+    for name, actual, expected in zip(("y", "dx", "dw"), results, dense(rounded_MK, rounded_EKN, sizes, rounded_MN), strict=True):
+        assert_close(actual, expected, "float32", name)
+    assert_no_race()
 
 
 @settings(max_examples=12)
@@ -112,180 +146,24 @@ def test_values_and_gradients_interpreted(monkeypatch, dtype):
 def test_any_sizes_interpreted(cuts):
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_tiles(monkeypatch)
-        check_interpreted(np.diff(sorted([0, *cuts])).tolist(), "float32")
+        check_interpreted(np.diff(sorted([0, *cuts])).tolist(), FORMS["float32"])
 
 
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantity", ["forward", "grad_rows", "grad_weights"])
-def test_several_tiles_each_way_interpreted(quantity):
+def test_several_tiles_each_way_interpreted(quantity, out_dtype):
     """Contraction in steps with a ragged last one, several tiles of features with several steps inside, two visits of one tile."""
     sizes, m, k, n = [130, 0, 60], 200, 200, 300
     x_MK, w_EKN, dy_MN = arrays(sizes, "float32", (m, k, n))
-    rows = functools.partial(rows_matmul, interpret=INTERPRET)
+    rows, weights = (functools.partial(f, interpret=INTERPRET, out_dtype=out_dtype) for f in (rows_matmul, weights_gradient))
     run, operands = {
         "forward": (functools.partial(rows, tiles=RowsTiles(128, 128, 256)), (x_MK, w_EKN)),
         "grad_rows": (functools.partial(rows, tiles=RowsTiles(128, 128, 128), transpose_w=True), (dy_MN, w_EKN)),
-        "grad_weights": (functools.partial(weights_gradient, tiles=WeightsTiles(128, 128, 128), interpret=INTERPRET), (x_MK, dy_MN)),
+        "grad_weights": (functools.partial(weights, tiles=WeightsTiles(128, 128, 128)), (x_MK, dy_MN)),
     }[quantity]
     expected = dict(zip(("forward", "grad_rows", "grad_weights"), dense(x_MK, w_EKN, sizes, dy_MN), strict=True))[quantity]
-    assert_close(jax.jit(run)(*operands, jnp.asarray(sizes, jnp.int32)), expected, "float32", quantity)
+    assert_close(jax.jit(run)(*operands, jnp.asarray(sizes, jnp.int32)), expected, out_dtype, quantity)
     assert_no_race()
-
-
-@pytest.fixture
-def compiled_for_tpu(monkeypatch):
-    """What is called inside chooses its implementation as on a TPU, and is interpreted."""
-    monkeypatch.setattr(importlib.import_module("pallas_kernels.grouped_matmul"), "target", lambda: Target("tpu", 1))
-    with pltpu.force_tpu_interpret_mode(INTERPRET):
-        yield
-
-
-def test_golden_latent_moe(compiled_for_tpu):
-    """The whole module with the kernels in it, with the limits of the published arrays in float32."""
-    a = golden.arrays("latent_moe", "float32")
-    params, segment_ids = golden.moe_params(lambda key: a[f"p:{key}"]), jnp.zeros(a["x"].shape[:2], jnp.int32)
-    y, _, d_params, d_x = golden.run_module(LatentMoE(golden.config("float32")), params, a["x"], segment_ids, a["dy"], collect=True)
-    check(y, a["y"], 1e-5, "y")
-    check(d_x, a["d_x"], 1e-5, "d_x")
-    golden.check_trees(d_params, golden.moe_params(lambda key: a[f"d:{key}"]), 1e-5)
-    assert_no_race()
-
-
-def test_golden_experts_in_bfloat16(compiled_for_tpu):
-    """Each matmul of the golden module's experts: operands rounded to bfloat16, expected values in float64."""
-    a = golden.arrays("latent_moe", "float32")
-    order_M = np.argsort(np.asarray(a["topk_ids"]).reshape(-1), kind="stable")
-    sizes = np.bincount(np.asarray(a["topk_ids"]).reshape(-1), minlength=32)
-    z_ML = (a["x"].reshape(48, 48) @ a["p:routed_expert_down_proj.weight"].T)[order_M // 4].astype(jnp.bfloat16)
-    matrices = {name: jnp.swapaxes(a[f"p:experts.{name}.weight"], 1, 2).astype(jnp.bfloat16) for name in ("w1", "w2", "w3")}
-    hidden_MF = jnp.asarray(np.random.default_rng(0).normal(size=(192, 16)), jnp.bfloat16)
-
-    @jax.jit
-    def run(x_MK, w_EKN, dy_MN):
-        y_MN, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray(sizes)), x_MK, w_EKN)
-        return y_MN, *pullback(dy_MN)
-
-    for name, x_MK, dy_MN in (("w1", z_ML, hidden_MF), ("w3", z_ML, hidden_MF), ("w2", hidden_MF, z_ML)):
-        results, expected = run(x_MK, matrices[name], dy_MN), dense(x_MK, matrices[name], sizes, dy_MN)
-        for what, actual, wanted in zip(("y", "dx", "dw"), results, expected, strict=True):
-            assert_close(actual, wanted, "bfloat16", f"{what} of {name}")
-    assert_no_race()
-
-
-class KernelsInBfloat16(LocalLayout):
-    """The experts' matmuls take and give bfloat16; what lies around them keeps its type."""
-
-    def experts(self, z_BTL, expert_ids_BTk, weights_BTk, *matrices, activation):
-        z_BTL, *matrices = (array.astype(jnp.bfloat16) for array in (z_BTL, *matrices))
-        return super().experts(z_BTL, expert_ids_BTk, weights_BTk, *matrices, activation=activation)
-
-
-class ByDefinition(LocalLayout):
-    """Each slot times its own expert's matrices."""
-
-    rounds = False
-    """To bfloat16 wherever `KernelsInBfloat16` does, values and their gradients alike."""
-
-    def experts(self, z_BTL, expert_ids_BTk, weights_BTk, *matrices, activation):
-        def stored(array):
-            return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7) if self.rounds else array
-
-        ids_M, weight_M1 = expert_ids_BTk.reshape(-1), weights_BTk.reshape(-1, 1)
-        w_gate_MLF, w_up_MLF, w_down_MFL = (stored(matrix)[ids_M] for matrix in matrices)
-        z_SL = stored(z_BTL).reshape(-1, z_BTL.shape[-1])
-        rows_ML = stored(jnp.repeat(z_SL, expert_ids_BTk.shape[-1], axis=0))
-        gate_MF, up_MF = (stored(jnp.einsum("ml,mlf->mf", rows_ML, w)) for w in (w_gate_MLF, w_up_MLF))
-        hidden_MF = stored(activation(gate_MF, up_MF) * weight_M1)
-        result_ML = stored(jnp.einsum("mf,mfl->ml", hidden_MF, w_down_MFL))
-        return result_ML.reshape(*expert_ids_BTk.shape, -1).sum(axis=2)
-
-
-class ByDefinitionRounded(ByDefinition):
-    rounds = True
-
-
-def rounded(array):
-    """As float32 numbers that bfloat16 holds; integers as they are."""
-    array = np.asarray(array)
-    return np.float32(array.astype(jnp.bfloat16)) if array.dtype == np.float32 else array
-
-
-def distances(actual, expected):
-    """Relative L2 of each array."""
-    return {name: float(np.linalg.norm(actual[name] - wanted) / np.linalg.norm(wanted)) for name, wanted in expected.items()}
-
-
-def in_words(errors):
-    return ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-
-
-def golden_experts(layout, dtype):
-    """u and the gradients of the golden module's experts; z, matrices and cotangent rounded to bfloat16."""
-    a = golden.arrays("latent_moe", "float32")
-    names = ("w_gate", "w_up", "w_down")
-    params = golden.moe_params(lambda key: a[f"p:{key}"])
-    z_BTL = rounded(a["x"] @ params["latent_down"])
-    ids_BTk, weights_BTk = (a[name].reshape(*z_BTL.shape[:2], -1) for name in ("topk_ids", "topk_weights"))
-    operands = [jnp.asarray(array, dtype) for array in (z_BTL, weights_BTk, *(rounded(params[name]) for name in names))]
-    du_BTL = rounded(np.float32(np.random.default_rng(0).normal(size=z_BTL.shape)))
-
-    def experts(z_BTL, weights_BTk, *matrices):
-        return layout.experts(z_BTL, jnp.asarray(ids_BTk), weights_BTk, *matrices, activation=activation(golden.config(dtype)))
-
-    u_BTL, gradients = golden.values_and_pullback(experts, operands, jnp.asarray(du_BTL, dtype))
-    return {name: np.asarray(x, np.float64) for name, x in zip(("u", "z", "weights", *names), (u_BTL, *gradients), strict=True)}
-
-
-def test_golden_routed_experts_in_bfloat16(compiled_for_tpu):
-    """Both matmuls with what lies between them: the inputs rounded to bfloat16, the definition in float64 on the same numbers."""
-    actual = golden_experts(KernelsInBfloat16(), "float32")
-    assert_no_race()
-    with float64():
-        errors = distances(actual, golden_experts(ByDefinition(), "float64"))
-    print("\nrouted experts, bfloat16:", in_words(errors))
-    assert max(errors.values()) < TOLERANCE["bfloat16"], in_words(errors)
-
-
-def golden_module(layout, dtype, compute):
-    """({name: y or a gradient}, chosen experts) of the golden module with all its arrays rounded to bfloat16."""
-    a = {key: rounded(value) for key, value in golden.arrays("latent_moe", "float32").items()}
-    config = golden.config(dtype, dtypes=DtypePolicy(parameters=dtype, compute=compute))
-    params = golden.moe_params(lambda key: jnp.asarray(a[f"p:{key}"], dtype))
-    x, dy = (jnp.asarray(a[key], compute) for key in ("x", "dy"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(golden, "LocalLayout", lambda: layout)
-        y, report, d_params, d_x = golden.run_module(LatentMoE(config), params, x, jnp.zeros(x.shape[:2], jnp.int32), dy)
-    named = jax.tree_util.tree_flatten_with_path({"y": y, "x": d_x, **d_params})[0]
-    results = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(value, np.float64) for path, value in named}
-    assert not results.pop("router_bias").any()
-    return results, np.asarray(report["expert_ids"])
-
-
-# Six roundings and more, each of about 1.7e-3, lie between the inputs and these gradients; z's alone makes 2.6e-3 to 3.4e-3 of them.
-MANY_ROUNDINGS = {"w_gate", "w_up", "w_down", "latent_down", "router"}
-
-
-def test_golden_latent_moe_in_bfloat16(compiled_for_tpu):
-    """The whole module, float32 around the kernels, against float64: by the definition, and with the roundings of bfloat16 kernels."""
-    actual, ids = golden_module(KernelsInBfloat16(), "float32", "float32")
-    assert_no_race()
-    with float64():
-        exact, exact_ids = golden_module(ByDefinition(), "float64", "float64")
-        same_roundings, _ = golden_module(ByDefinitionRounded(), "float64", "float64")
-    np.testing.assert_array_equal(ids, exact_ids)
-    errors, own = distances(actual, exact), distances(actual, same_roundings)
-    print(f"\nLatentMoE, bfloat16 kernels: {in_words(errors)}\nbeyond its roundings: {in_words(own)}")
-    for name, error in errors.items():
-        assert error < (6e-3 if name in MANY_ROUNDINGS else TOLERANCE["bfloat16"]), f"{name}: {error:.1e}"
-    assert max(own.values()) < 2e-4, in_words(own)  # room for a few sums that round to the other side in float32
-
-
-def test_latent_moe_wholly_in_bfloat16_is_as_with_xla(compiled_for_tpu):
-    """As training runs it. A CPU sums some of the products around the kernels in bfloat16, so XLA's form on it is the comparison."""
-    (actual, _), (wanted, _) = (golden_module(LocalLayout(kernels), "float32", "bfloat16") for kernels in ("auto", "xla"))
-    assert_no_race()
-    errors = distances(actual, wanted)
-    print("\nLatentMoE wholly in bfloat16, beside XLA's form:", in_words(errors))
-    assert max(errors.values()) < 1e-3, in_words(errors)
 
 
 # Sizes of 8 groups among at most 800 rows: one shape, so that a list compiles once.
@@ -320,14 +198,14 @@ def test_visits_are_the_tiles_of_each_group_in_order(sizes, key):
 CHIPS = {"v5p": Chip(2, 64 << 20), "v6e": Chip(1, 128 << 20), "tpu7x": Chip(1, 64 << 20)}
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("itemsize", "out_itemsize"), [(2, 2), (2, 4), (4, 4)])
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize(("k", "n"), [(3584, 3072), (3072, 3584), (1, 1), (7168, 2048), (300, 30000), (100000, 200)])
-def test_tiles_fit_and_cover(k, n, chip, itemsize):
+def test_tiles_fit_and_cover(k, n, chip, itemsize, out_itemsize):
     for rows in (1, 77, 65536):
-        forward = choose_rows_tiles(rows, k, n, itemsize, chip)
+        forward = choose_rows_tiles(rows, k, n, itemsize, out_itemsize, chip)
         weights = choose_weights_tiles(rows, k, n, itemsize, chip)
-        taken = forward.vmem_bytes(itemsize, k), weights.vmem_bytes(itemsize)
+        taken = forward.vmem_bytes(itemsize, out_itemsize, k), weights.vmem_bytes(itemsize)
         for tiles, shared, vmem in zip((forward, weights), (-(-n // forward.features), -(-k // weights.k)), taken, strict=True):
             assert vmem <= chip.for_tiles and all(size % 128 == 0 and size for size in tiles)
             assert shared >= chip.cores or min(k, n) <= 128
@@ -338,9 +216,9 @@ def test_tiles_fit_and_cover(k, n, chip, itemsize):
     [("v5p", (1536, 1536), (1792, 1536)), ("v6e", (3072, 3072), (3584, 3072)), ("tpu7x", (1536, 2048), (1280, 3072))],
 )
 def test_tiles_of_k3(name, features, weights):
-    """Nothing is contracted in steps, and how often rows are read: docs/kernels/tpu.md counts on these."""
-    for n, wanted in zip((3072, 6144), features, strict=True):
-        assert choose_rows_tiles(65536, 3584, n, 2, CHIPS[name]) == RowsTiles(512, 3584, wanted)
+    """Nothing is contracted in steps, and how often rows are read: docs/kernels/tpu.md counts on these. The same for float32 results."""
+    for (n, wanted), out_itemsize in itertools.product(zip((3072, 6144), features, strict=True), (2, 4)):
+        assert choose_rows_tiles(65536, 3584, n, 2, out_itemsize, CHIPS[name]) == RowsTiles(512, 3584, wanted)
     assert choose_weights_tiles(65536, 3584, 3072, 2, CHIPS[name]) == WeightsTiles(512, *weights)
 
 
