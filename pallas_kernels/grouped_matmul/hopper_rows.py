@@ -42,6 +42,9 @@ class RowsConfig:
     A group is cut into tiles of at most `max_rows`, as even as multiples of `unit` allow; each such multiple has its
     own code. `stages` is the depth of the ring that loads fill, `slots` the number of buffers (of `unit` rows) that stores use.
     Up to `walked` groups, warpgroups walk through the sizes: the list costs 10 us before the kernel starts, a group some 50 ns.
+
+    Raises:
+      ValueError: `unit`, or how many of them a tile has, is not a power of two.
     """
 
     max_rows: int = 256
@@ -52,18 +55,22 @@ class RowsConfig:
     walked: int = 256
     num_sms: int = 132
 
+    def __post_init__(self):
+        """Checks the sizes by which the kernel divides."""
+        most_units = self.max_rows // self.unit
+        if self.max_rows % self.unit or self.unit & (self.unit - 1) or most_units & (most_units - 1):
+            raise ValueError(f"unit {self.unit} and max_rows / unit {self.max_rows / self.unit:g} must be powers of two")
+
 
 def tiles_of(start: jax.Array, size: jax.Array, config: RowsConfig) -> jax.Array:
     """The row tiles of a group; a group's first tile begins at a multiple of `ALIGN` rows."""
-    units = lax.div(size + _head(start, size) + (config.unit - 1), jnp.int32(config.unit))
-    most_units = config.max_rows // config.unit
-    return lax.div(units + (most_units - 1), jnp.int32(most_units))
+    return _divide_up(_divide_up(size + _head(start, size), config.unit), config.max_rows // config.unit)
 
 
 def cut(start: jax.Array, size: jax.Array, index: jax.Array, config: RowsConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(first row, first stored row, end of the stored rows) of tile `index` of a group, the latter two counted from the first row."""
     head = _head(start, size)
-    units, tiles = lax.div(size + head + (config.unit - 1), jnp.int32(config.unit)), jnp.maximum(tiles_of(start, size, config), 1)
+    units, tiles = _divide_up(size + head, config.unit), jnp.maximum(tiles_of(start, size, config), 1)
     small = lax.div(units, tiles)
     larger = units - small * tiles
     first = (index * small + jnp.minimum(index, larger)) * config.unit
@@ -72,7 +79,12 @@ def cut(start: jax.Array, size: jax.Array, index: jax.Array, config: RowsConfig)
 
 
 def _head(start: jax.Array, size: jax.Array) -> jax.Array:
-    return jnp.where(size > 0, lax.rem(start, jnp.int32(ALIGN)), 0)
+    return jnp.where(size > 0, jnp.bitwise_and(start, jnp.int32(ALIGN - 1)), 0)
+
+
+def _divide_up(number: jax.Array, power: int) -> jax.Array:
+    """Upwards, by a power of two: a shift, as a division that minds signs takes three times as long in the walk."""
+    return lax.shift_right_logical(number + (power - 1), jnp.int32(power.bit_length() - 1))
 
 
 def row_tiles(group_sizes_E: jax.Array, num_rows: int, config: RowsConfig) -> tuple[jax.Array, jax.Array]:
@@ -123,26 +135,32 @@ def _kernel(sizes_E, tiles_T4, count_1, x_MC, w_E, y_MF, x_smem, w_smem, y_smem,
         last = jnp.maximum(count_1[0] - 1, 0)
         return (*(tiles_T4[jnp.minimum(tile, last), i] for i in range(4)), feature_tile), tile < count_1[0], at
 
+    def size_of(group):
+        return sizes_E[jnp.minimum(group, num_groups - 1)]  # loaded while the group before it is looked at
+
     def walked(local, at):
-        """The same, from group, its start, the tiles before it and its size: on to the group that holds the tile."""
+        """The same, from group, its start, the tiles before it, those before the next, its size, the next's: on to the tile's group."""
         tile, feature_tile = locate(local)
 
         def is_before(at):
-            group, start, before, size = at
-            return (group < num_groups) & (before + tiles_of(start, size, config) <= tile)
+            group, _, _, end_tile, _, _ = at
+            return (group < num_groups) & (end_tile <= tile)
 
         def next_group(at):
-            group, start, before, size = at
-            following, end = group + 1, start + size
-            size_after = sizes_E[jnp.minimum(following, num_groups - 1)]
-            return following, end, before + tiles_of(start, size, config), jnp.where(following < num_groups, size_after, num_rows - end)
+            group, start, _, end_tile, size, size_after = at
+            start, group = start + size, group + 1
+            size = jnp.where(group < num_groups, size_after, num_rows - start)
+            return group, start, end_tile, end_tile + tiles_of(start, size, config), size, size_of(group + 1)
 
-        at = group, start, before, size = lax.while_loop(is_before, next_group, at)
-        exists = tile < before + tiles_of(start, size, config)
-        return (group, *cut(start, size, tile - before, config), feature_tile), exists, at
+        at = group, start, before, end_tile, size, _ = lax.while_loop(is_before, next_group, at)
+        return (group, *cut(start, size, tile - before, config), feature_tile), tile < end_tile, at
 
     def for_each_tile(body):
-        find, begin = (listed, ()) if tiles_T4 is not None else (walked, (jnp.int32(0), jnp.int32(0), jnp.int32(0), sizes_E[0]))
+        zero = jnp.int32(0)
+        if tiles_T4 is not None:
+            find, begin = listed, ()
+        else:
+            find, begin = walked, (zero, zero, zero, tiles_of(zero, size_of(0), config), size_of(0), size_of(1))
 
         def step(carry):
             local, done, entry, _, at = carry
