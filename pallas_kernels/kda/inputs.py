@@ -53,7 +53,7 @@ def normalize(x_BTHK: jax.Array) -> jax.Array:
 @jax.custom_jvp
 def sigmoid(x: jax.Array) -> jax.Array:
     """The logistic function for beta. Its derivative keeps full precision where beta nears 1; s (1 - s) in float32 does not."""
-    small = jnp.exp(-jnp.abs(x))
+    small = jnp.exp(jnp.minimum(x, -x))  # of -|x|, XLA would make a transposition of its own (on a GPU)
     return jnp.where(x >= 0, 1, small) / (1 + small)
 
 

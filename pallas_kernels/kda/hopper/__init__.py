@@ -60,9 +60,6 @@ def kda_hopper(
     reason = unsupported_reason(q_BTHK, k_BTHK, v_BTHV, gate_BTHK)
     if reason is not None:
         raise ValueError(f"KDA on Hopper: {reason}")
-    if initial_state_BHKV is None:
-        batch, _, heads, width = k_BTHK.shape
-        initial_state_BHKV = jnp.zeros((batch, heads, width, v_BTHV.shape[-1]), jnp.float32)
     inputs = (q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV)
     return _kda(_Static(float(lower_bound), interpret), segment_ids_BT, *inputs)
 

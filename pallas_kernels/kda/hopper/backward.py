@@ -5,6 +5,8 @@ Legend: B batch, T tokens, H heads, K key channels, V value channels. Only the i
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -22,15 +24,18 @@ def kda_backward(
     beta_BTH: jax.Array,
     a_log_H: jax.Array,
     dt_bias_HK: jax.Array,
-    initial_state_BHKV: jax.Array,
+    initial_state_BHKV: jax.Array | None,
     d_o_BTHV: jax.Array,
     d_final_BHKV: jax.Array,
     *,
     lower_bound: float,
     segment_ids_BT: jax.Array | None = None,
     interpret=None,
-) -> tuple[jax.Array, ...]:
-    """Gradients of the first eight arguments, in their dtypes, from those of the outputs and the final state."""
+) -> tuple[Any, ...]:
+    """Gradients of the first eight arguments, in their dtypes, from those of the outputs and the final state.
+
+    Without an initial state the walk starts at zero, and its gradient is None.
+    """
     raw = q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV
     num_tokens, k_width, v_width = q_BTHK.shape[1], q_BTHK.shape[3], v_BTHV.shape[3]
     scale = k_width**-0.5
@@ -59,7 +64,7 @@ def kda_backward(
         jnp.sum(d_gate, axis=(0, 1)),
         d_state_BHVK[:, :, :v_width, :k_width].swapaxes(2, 3),
     )
-    return tuple(gradient.astype(x.dtype) for gradient, x in zip(gradients, raw, strict=True))
+    return tuple(None if x is None else gradient.astype(x.dtype) for gradient, x in zip(gradients, raw, strict=True))
 
 
 def kda_transition_backward(
@@ -101,7 +106,7 @@ def _padded_gradients(inputs: Padded, d_o_BTHV, d_final_BHVK, *, lower_bound: fl
     operands, d_states = jax.lax.optimization_barrier((operands, d_states))
     u_BTHV, _, states = recurrence(operands, inputs.v_BTHV, inputs.state_BHVK, keep_states=True, interpret=interpret)
     gradients = input_gradients(
-        inputs.q_BTHK, inputs.k_BTHK, inputs.gate_BTHK, inputs.slope_H, inputs.shift_HK, inputs.runs,
+        inputs.q_BTHK, inputs.k_BTHK, inputs.gate_BTHK, inputs.affine_H2K, inputs.run_BT,
         u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, operands["decay"],
         lower_bound=lower_bound, scale=scale, interpret=interpret,
     )  # fmt: skip

@@ -11,27 +11,39 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.hopper.prepare import CHUNK, WIDTH, prepare
+from pallas_kernels.kda.hopper.prepare import CHUNK, PADDED, WIDTH, prepare
 from pallas_kernels.kda.hopper.recurrence import recurrence
-from pallas_kernels.kda.inputs import number_documents, sigmoid
+from pallas_kernels.kda.inputs import sigmoid
 
 
-def chunk_runs(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Documents as the kernels read them, int32.
+def chunk_runs(segment_ids_BT: jax.Array) -> jax.Array:
+    """Documents as the kernels read them, int32 [B, T], T whole chunks: where in its chunk a token's document begins.
 
-    `run_BT`: the document's number, or -1 - number at padding. `edge_B2N`: the number whose state enters a chunk, and the
-    number whose state leaves it.
+    -1: before the chunk, so the entering state is the document's; else 0 to 63, which may be a padding token before the document's
+    first one. Padding has its chunk's last document (that of the state that leaves), less PADDED. Documents are those of
+    `inputs.number_documents`, without its running counts, which XLA makes of six kernels in a row; these are two.
     """
-    number_BT, real_BT = number_documents(segment_ids_BT)
-    last_BN = number_BT[:, CHUNK - 1 :: CHUNK]
-    first_BN = jnp.pad(last_BN[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(real_BT, number_BT, -1 - number_BT), jnp.stack([first_BN, last_BN], axis=1)
+    batch, num_tokens = segment_ids_BT.shape
+    position_T = jnp.arange(num_tokens, dtype=jnp.int32)
+    real_BT = segment_ids_BT >= 0
+    edge_N = jnp.arange(num_tokens // CHUNK + 1, dtype=jnp.int32)[:, None] * CHUNK
+    last_real_BN = jnp.max(jnp.where(real_BT[:, None] & (position_T < edge_N), position_T, -1), axis=2)  # before every chunk and the end
+    last_id_BN = jnp.take_along_axis(segment_ids_BT, jnp.maximum(last_real_BN, 0), axis=1)
+    id_BNC, real_BNC = (x.reshape(batch, -1, CHUNK) for x in (segment_ids_BT, real_BT))
+    own_BNC = jnp.where(real_BNC, id_BNC, last_id_BN[:, 1:, None])
+    # The document begins behind the last earlier token of another id. All is inside the maximum: what follows one is a kernel more.
+    i_C = jnp.arange(CHUNK, dtype=jnp.int32)
+    earlier_BNCC = (i_C < i_C[:, None]) | ~real_BNC[..., None]
+    other_BNCC = real_BNC[:, :, None] & (id_BNC[:, :, None] != own_BNC[..., None])
+    before_BNC = (last_real_BN[:, :-1, None] >= 0) & (last_id_BN[:, :-1, None] != own_BNC)
+    begin_BNCC = jnp.where(earlier_BNCC & other_BNCC, i_C + 1, jnp.where(before_BNC, 0, -1)[..., None])
+    return jnp.max(begin_BNCC - jnp.where(real_BNC, 0, PADDED)[..., None], axis=3).reshape(batch, num_tokens)
 
 
-def gate_affine(a_log_H: jax.Array, dt_bias_HK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`slope` [H] and `shift` [H, K], FP32: 2^(gate slope + shift) is exp of minus the gate's sigmoid argument."""
-    slope_H = -math.log2(math.e) * jnp.exp(a_log_H.astype(jnp.float32))
-    return slope_H, slope_H[:, None] * dt_bias_HK.astype(jnp.float32)
+def gate_affine(a_log_H: jax.Array, dt_bias_HK: jax.Array) -> jax.Array:
+    """`slope` and `shift`, FP32 [H, 2, K]: 2^(gate slope + shift) is exp of minus the gate's sigmoid argument. A head has one slope."""
+    slope_HK = jnp.broadcast_to(-math.log2(math.e) * jnp.exp(a_log_H.astype(jnp.float32))[:, None], dt_bias_HK.shape)
+    return jnp.stack([slope_HK, slope_HK * dt_bias_HK.astype(jnp.float32)], axis=1)
 
 
 def pad_to(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
@@ -43,7 +55,8 @@ def pad_to(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
 class Padded(NamedTuple):
     """The inputs as the kernels take them: whole chunks, WIDTH channels.
 
-    `beta_BHT` is the step size, 0 at padding; `runs` is None or the pair of `chunk_runs`; the state is transposed, FP32.
+    `beta_BHT` is the step size, 0 at padding; `affine_H2K` is `gate_affine`'s, `run_BT` None or `chunk_runs`'; the state is
+    transposed, FP32, None for zero.
     """
 
     q_BTHK: jax.Array
@@ -51,45 +64,38 @@ class Padded(NamedTuple):
     v_BTHV: jax.Array
     gate_BTHK: jax.Array
     beta_BHT: jax.Array
-    slope_H: jax.Array
-    shift_HK: jax.Array
-    runs: tuple[jax.Array, jax.Array] | None
-    state_BHVK: jax.Array
+    affine_H2K: jax.Array
+    run_BT: jax.Array | None
+    state_BHVK: jax.Array | None
 
     def operands(self, *, lower_bound: float, scale: float, interpret) -> dict[str, jax.Array]:
         """The chunk operands."""
-        inputs = self.q_BTHK, self.k_BTHK, self.gate_BTHK, self.beta_BHT, self.slope_H, self.shift_HK, self.runs
+        inputs = self.q_BTHK, self.k_BTHK, self.gate_BTHK, self.beta_BHT, self.affine_H2K, self.run_BT
         operands = prepare(*inputs, lower_bound=lower_bound, scale=scale, interpret=interpret)
         return {str(name): array for name, array in operands.items()}
 
 
 def padded(q_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, initial_state_BHKV, segment_ids_BT) -> Padded:
     """Zeros after the end of the tokens and channels; the added tokens are padding in the documents' sense."""
-    batch, num_tokens, num_heads, _ = q_BTHK.shape
+    batch, num_tokens = q_BTHK.shape[:2]
     padded_tokens = -(-num_tokens // CHUNK) * CHUNK
     if padded_tokens != num_tokens:
         if segment_ids_BT is None:
             segment_ids_BT = jnp.zeros((batch, num_tokens), jnp.int32)
         segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, padded_tokens - num_tokens)), constant_values=-1)
     wide = {1: padded_tokens, 3: WIDTH}
-    if initial_state_BHKV is None:
-        state_BHVK = jnp.zeros((batch, num_heads, WIDTH, WIDTH), jnp.float32)
-    else:
-        state_BHVK = padded_state(initial_state_BHKV)
-    beta_BTH = pad_to(sigmoid(beta_BTH.astype(jnp.float32)), {1: padded_tokens})
+    beta_BHT = sigmoid(pad_to(beta_BTH, {1: padded_tokens}).transpose(0, 2, 1).astype(jnp.float32))
     if segment_ids_BT is not None:
-        beta_BTH = jnp.where(segment_ids_BT[..., None] >= 0, beta_BTH, 0)
-    slope_H, shift_HK = gate_affine(a_log_H, pad_to(dt_bias_HK, {1: WIDTH}))
+        beta_BHT = jnp.where(segment_ids_BT[:, None] >= 0, beta_BHT, 0)
     return Padded(
         pad_to(q_BTHK, wide),
         pad_to(k_BTHK, wide),
         pad_to(v_BTHV, wide),
         pad_to(gate_BTHK, wide),
-        beta_BTH.transpose(0, 2, 1),
-        slope_H,
-        shift_HK,
+        beta_BHT,
+        gate_affine(a_log_H, pad_to(dt_bias_HK, {1: WIDTH})),
         None if segment_ids_BT is None else chunk_runs(segment_ids_BT),
-        state_BHVK,
+        None if initial_state_BHKV is None else padded_state(initial_state_BHKV),
     )
 
 
@@ -141,8 +147,9 @@ def kda_transition_forward(
     # Queries move no state; their place is filled and their products are dropped.
     inputs = padded(k_BTHK, k_BTHK, v_BTHV, gate_BTHK, beta_BTH, a_log_H, dt_bias_HK, None, segment_ids_BT)
     operands = inputs.operands(lower_bound=lower_bound, scale=k_width**-0.5, interpret=interpret)
-    _, zero_start_BHVK = recurrence(operands, inputs.v_BTHV, inputs.state_BHVK, interpret=interpret)
     identity_BHKK = padded_state(identities(batch, num_heads, k_width))
+    # Zeros as an array: both walks are one kernel.
+    _, zero_start_BHVK = recurrence(operands, inputs.v_BTHV, jnp.zeros_like(identity_BHKK), interpret=interpret)
     _, transition_BHKK = recurrence(operands, jnp.zeros_like(inputs.v_BTHV), identity_BHKK, interpret=interpret)
     return (
         transition_BHKK[:, :, :k_width, :k_width].swapaxes(2, 3),

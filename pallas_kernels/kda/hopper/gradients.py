@@ -22,6 +22,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -35,6 +36,7 @@ from pallas_kernels.kda.hopper.prepare import (
     WIDTH,
     columns_of,
     interval_signs,
+    leaving_document,
     rows_of,
     sum_of_rows,
     vector,
@@ -42,7 +44,7 @@ from pallas_kernels.kda.hopper.prepare import (
 
 
 def _body(
-    q_ref, k_ref, gate_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, sums_ref, zero_ref,
+    q_ref, k_ref, gate_ref, run_ref, run_again_ref, affine_ref, signs_ref, sums_ref, zero_ref,
     u_ref, d_r_ref, d_o_ref, states_ref, d_states_ref, decay_ref,
     d_q_ref, d_k_ref, d_gate_ref, d_beta_ref,
     k_all, q_all, gate_union, u_all, left_all, state_union, pairs_all, signs_all, sums_all, row_sums_s, decay_s, loaded_first,
@@ -112,12 +114,9 @@ def _body(
         rows, columns = rows_of(numbers(zero, ROW), square), columns_of(numbers(zero, COLUMN) + wg, square)
         keep = columns <= rows
         if packed:
-            run_row, run_column = vector(run_ref.at[b, tokens], ROW), vector(run_again_ref.at[b, tokens], COLUMN)
-            first, last = edge_ref[b, 0, n], edge_ref[b, 1, n]
-            real_row = run_row >= 0
-            run_row = jnp.where(real_row, run_row, -1 - run_row)
-            run_column = jnp.where(run_column >= 0, run_column, -1 - run_column)
-            same = rows_of(run_row, square) == columns_of(run_column, square)
+            begin, last = vector(run_ref.at[b, tokens], ROW), leaving_document(run_ref, b, n)
+            real_row = begin > -2
+            same = rows_of(begin, square) == columns_of(vector(run_again_ref.at[b, tokens], COLUMN), square)
             keep = keep & same & rows_of(real_row, square)
 
             @pl.when(wg == 0)
@@ -153,8 +152,8 @@ def _body(
         for number, product in enumerate((k * k, q * q, half(u_s) * half(left_all.at[1]))):
             row_sums_s.at[2 * number + own][...] = sum_of_rows(product)
         raw = half(raw_s)
-        shift = vector(shift_ref.at[h, mine], COLUMN)
-        odds = jnp.exp2(jnp.minimum(raw * slope_ref[h] + columns_of(shift, square), 100.0))
+        slope, shift = affine_ref[h, 0, 0], vector(affine_ref.at[h, 1, mine], COLUMN)
+        odds = jnp.exp2(jnp.minimum(raw * slope + columns_of(shift, square), 100.0))
         root = lax.rsqrt(1.0 + odds)
         opened = root * root
         g = opened * (bound * math.log2(math.e))
@@ -212,7 +211,7 @@ def _body(
         inside, grown = matmuls([row_product(0), exponents(start_signs)], interpret)
         grown = jnp.exp2(grown)
         if packed:
-            grown = grown * rows_of(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
+            grown = grown * rows_of(jnp.where((begin < 0) & real_row, 1.0, 0.0), square)
         entered, q = grown * d_q_grown.astype(jnp.float32), query()
         d_q = inside * up + entered
         logs = whole(q_up_s) * inside + q * entered
@@ -237,7 +236,7 @@ def _body(
         [left] = matmuls([exponents(end_signs)], interpret)
         left = jnp.exp2(left)
         if packed:
-            left = left * rows_of(jnp.where(run_row == last, 1.0, 0.0), square)
+            left = left * rows_of(jnp.where(begin == last, 1.0, 0.0), square)
         ended = left * whole(ended_s)
         d_k = d_k + ended
         row_sums_s.at[own + 8][...] = sum_of_rows(k * d_k)
@@ -253,7 +252,7 @@ def _body(
         init = columns_of(plgpu.load(decay_s.at[own], layout=COLUMN), square) - ended  # earlier tokens only: without the token itself
         signs = [sums_s, sums_s, sums_s.transpose((1, 0)), sums_s.transpose((1, 0))]
         [d_g] = matmuls([(init, [(sign, scratch(i)) for i, sign in enumerate(signs)])], interpret)
-        d_gate = d_g * whole(steep_s) * (slope_ref[h] * (-bound * math.log(2)))
+        d_gate = d_g * whole(steep_s) * (affine_ref[h, 0, 0] * (-bound * math.log(2)))
         meet(1)
         more = (wg == 0) & (item + 1 < end)
 
@@ -287,19 +286,19 @@ def _body(
 
 @functools.partial(jax.jit, static_argnames=("lower_bound", "scale", "interpret"))  # lowered once for all the layers that call it
 def input_gradients(
-    q_BTHK, k_BTHK, gate_BTHK, slope_H, shift_HK, runs, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay,
+    q_BTHK, k_BTHK, gate_BTHK, affine_H2K, run_BT, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay,
     *, lower_bound: float, scale: float, interpret=None,
 ):  # fmt: skip
     """Gradients of q, k and gate (bf16, like them), and per token the sum of dR U, [B, H, T] in FP32.
 
     That sum times (1 - beta) / beta is the gradient of beta's logit. `states`, `d_states` [B, H, N, V, K] come from `recurrence`
-    and `reverse_recurrence`, `decay` [B, H, N, K] from `prepare`, as `slope`, `shift` and `runs` go there.
+    and `reverse_recurrence`, `decay` [B, H, N, K] from `prepare`, `affine` and `run` are as there.
     """
     batch, num_tokens, num_heads, _ = q_BTHK.shape
     num_chunks = num_tokens // CHUNK
-    packed = runs is not None
+    packed = run_BT is not None
     if not packed:
-        runs = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, 2, 1), jnp.int32)
+        run_BT = np.zeros((1, 1), np.int32)  # not read; a constant, which no kernel fills
     bf16, fp16 = jnp.bfloat16, jnp.float16
     num_items = num_chunks * num_heads * batch
     items_each = -(-num_items // BLOCKS)
@@ -344,8 +343,7 @@ def input_gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    run_BT, edge_B2N = runs
-    constants = jnp.asarray(interval_signs(), fp16), jnp.triu(jnp.ones(square, bf16)), jnp.zeros(1, jnp.int32)
+    constants = jnp.asarray(interval_signs(), fp16), jnp.asarray(np.triu(np.ones(square)), bf16), jnp.zeros(1, jnp.int32)
     # Vectors needed along rows and along columns come in twice: one load in two layouts has no solution for the compiler.
-    given = q_BTHK, k_BTHK, gate_BTHK, run_BT, run_BT, edge_B2N, slope_H, shift_HK, *constants
+    given = q_BTHK, k_BTHK, gate_BTHK, run_BT, run_BT, affine_H2K, *constants
     return kernel(*given, u_BTHV, d_r_BTHV, d_o_BTHV, states, d_states, decay)

@@ -37,6 +37,7 @@ BLOCKS = 132  # persistent blocks: one for each multiprocessor of an H100 or H20
 WORKERS = 3  # warpgroups of a block; 168 registers each
 LEVELS = 6  # doublings from diagonal blocks of one token to the chunk
 L2_EPSILON = 1e-6
+PADDED = 128  # what a padding token's code of `forward.chunk_runs` is lowered by
 
 
 def rows_of(vector, shape):
@@ -52,6 +53,12 @@ def columns_of(vector, shape):
 def vector(ref, layout):
     """A vector from global memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def leaving_document(run_ref, row, chunk):
+    """The code of the document whose state leaves a chunk: its last token's, where padding has it too."""
+    code = run_ref[row, chunk * CHUNK + CHUNK - 1]
+    return jnp.where(code > -2, code, code + PADDED)
 
 
 def sum_of_rows(matrix):
@@ -99,8 +106,7 @@ def _inverse(lower, level, x_s, p_s, interpret):
 
 
 def _body(
-    q_ref, k_ref, gate_ref, beta_ref, beta_again_ref, run_ref, run_again_ref, edge_ref, slope_ref, shift_ref, signs_ref, levels_ref,
-    zero_ref,
+    q_ref, k_ref, gate_ref, beta_ref, beta_again_ref, run_ref, affine_ref, signs_ref, levels_ref, zero_ref,
     kg_ref, qg_ref, kd_ref, ax_ref, decay_ref,
     k_all, q_all, gate_union, near_union, far_union, signs_all, loaded, signs_loaded,
     *, num_chunks: int, num_heads: int, num_items: int, items_each: int, bound_log2: float, scale: float, packed: bool,
@@ -148,10 +154,7 @@ def _body(
         tokens = pl.ds(n * CHUNK, CHUNK)
         k_s, q_s, *_ = tiles(zero)
         if packed:
-            run_row = vector(run_ref.at[b, tokens], ROW)
-            first, last = edge_ref[b, 0, n], edge_ref[b, 1, n]
-            real_row = run_row >= 0
-            run_row = jnp.where(real_row, run_row, -1 - run_row)
+            begin, last = vector(run_ref.at[b, tokens], ROW), leaving_document(run_ref, b, n)
         plgpu.barrier_wait(loaded.at[wg])
 
         def norm(ref):
@@ -162,6 +165,8 @@ def _body(
             return lax.rsqrt(total + L2_EPSILON)
 
         k_scale, q_scale = norm(k_s), norm(q_s) * scale
+        if packed:
+            q_scale = jnp.where(begin > -2, q_scale, 0.0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's X has left
 
         def half(c, triangles):
@@ -170,11 +175,16 @@ def _body(
             reference_signs, far_signs, start_signs, end_signs = (signs_all.at[zero + i] for i in range(4))
             mine = pl.ds(c * HALF, HALF)
             raw = load_wide(kd_s.at[:, mine], interpret)
-            slope, shift = slope_ref[h], vector(shift_ref.at[h, mine], COLUMN)
+            slope, shift = affine_ref[h, 0, 0], vector(affine_ref.at[h, 1, mine], COLUMN)
             root = lax.rsqrt(1.0 + jnp.exp2(raw * slope + columns_of(shift, square)))
-            g = root * root * bound_log2
+            # Documents' masks go into what scales the rows anyway; of padding only q, g and beta need to be zero.
+            bound, q_entering, k_entering, k_leaving = bound_log2, q_scale, k_scale, k_scale
             if packed:
-                g = g * rows_of(jnp.where(real_row, 1.0, 0.0), square)
+                begin_here = begin + zero
+                bound = rows_of(jnp.where(begin_here > -2, bound_log2, 0.0), square)
+                q_entering, k_entering = (jnp.where(begin_here < 0, x, 0.0) for x in (q_scale, k_scale))
+                k_leaving = jnp.where(begin_here == last, k_scale, 0.0)
+            g = root * root * bound
             g_s.at[:, mine][...] = g.astype(jnp.float16)
             plgpu.commit_smem()
 
@@ -186,7 +196,7 @@ def _body(
             [sums] = matmuls([(zeros(CHUNK, 8), [(g_s.at[:, mine].transpose((1, 0)), last_rows)])], interpret)
             decay = jnp.exp2(plgpu.layout_cast(jnp.min(sums, axis=1), ROW))
             if packed:
-                decay = decay * jnp.where(first == last, 1.0, 0.0)
+                decay = decay * jnp.where(last < 0, 1.0, 0.0)
             decay_ref.at[b, h, n, mine][...] = decay
 
             def key():
@@ -212,16 +222,12 @@ def _body(
 
             triangles = grow(triangles[0], k_up), grow(triangles[1], q_up)
             grown = jnp.exp2(exponents(start_signs))
-            if packed:
-                grown = grown * rows_of(jnp.where((run_row == first) & real_row, 1.0, 0.0), square)
-            put(q_s.at[:, mine], query() * rows_of(q_scale, square) * grown)
-            k = key() * rows_of(k_scale, square)
-            put(k_s.at[:, mine], -k * grown)
+            put(q_s.at[:, mine], query() * rows_of(q_entering, square) * grown)
+            k = key()
+            put(k_s.at[:, mine], -(k * rows_of(k_entering, square)) * grown)
             left = jnp.exp2(exponents(end_signs))
-            if packed:
-                left = left * rows_of(jnp.where(run_row == last, 1.0, 0.0), square)
             plgpu.commit_smem()  # every warp's product has read g
-            put(kd_s.at[:, mine], k * left)
+            put(kd_s.at[:, mine], k * rows_of(k_leaving, square) * left)
             return triangles
 
         lower, scores = lax.fori_loop(0, WIDTH // HALF, half, (zeros(*square), zeros(*square)))
@@ -229,13 +235,11 @@ def _body(
         n, h, b = place(item + zero)
         tokens = pl.ds(n * CHUNK, CHUNK)
         k_s, q_s, kd_s, _, near_s, p_s, far_s, x_s = tiles(zero)
-        rows, columns = rows_of(numbers(zero, ROW), square), columns_of(numbers(zero, COLUMN), square)
-        same = True
-        if packed:
-            run_column = vector(run_again_ref.at[b, tokens], COLUMN)
-            run_column = jnp.where(run_column >= 0, run_column, -1 - run_column)
-            same = (rows_of(run_row, square) == columns_of(run_column, square)) & rows_of(real_row, square)
-        put(near_s, jnp.where((columns <= rows) & same, scores * rows_of(q_scale, square), 0.0))
+        rows, columns = numbers(zero, ROW), columns_of(numbers(zero, COLUMN), square)
+        if packed:  # from the document's begin to the token is one comparison of unsigned numbers
+            rows, columns = (x.astype(jnp.uint32) for x in (rows - begin, columns - rows_of(begin, square)))
+        rows = rows_of(rows, square)
+        put(near_s, jnp.where(columns <= rows, scores * rows_of(q_scale, square), 0.0))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(k_s, kg_ref.at[b, h, n])
         plgpu.copy_smem_to_gmem(q_s, qg_ref.at[b, h, n])
@@ -243,7 +247,7 @@ def _body(
         plgpu.copy_smem_to_gmem(near_s, ax_ref.at[b, h, n, 0])
         row_scale = vector(beta_ref.at[b, h, tokens], ROW) * k_scale
         # |L| <= 1 suits FP16.
-        lower = jnp.where((columns < rows) & same, lower * rows_of(row_scale, square), 0.0).astype(jnp.float16)
+        lower = jnp.where(columns < rows, lower * rows_of(row_scale, square), 0.0).astype(jnp.float16)
         level = plgpu.load(levels_ref, layout=WGMMA, optimized=False)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -267,19 +271,18 @@ def _body(
 
 
 @functools.partial(jax.jit, static_argnames=("lower_bound", "scale", "interpret"))  # lowered once for all the layers that call it
-def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_H, shift_HK, runs, *, lower_bound: float, scale: float, interpret=None):
+def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, affine_H2K, run_BT, *, lower_bound: float, scale: float, interpret=None):
     """Chunk operands, a dict of [B, H, N, ...] arrays, bf16 but for the FP32 decay.
 
     kg (negated), qg, kd [C, K]; ax [3, C, C]: A, X, and what X's rounding to bf16 left; decay [K].
 
-    `beta` is the step size, 0 at padding. `slope` and `shift` give the gate's sigmoid argument times -log2(e). `runs` is None or the pair
-    that `forward.chunk_runs` makes.
+    `beta` is the step size, 0 at padding. `affine` is `forward.gate_affine`'s, `run` None or `forward.chunk_runs`'.
     """
     batch, num_tokens, num_heads, _ = q_BTHK.shape
     num_chunks = num_tokens // CHUNK
-    packed = runs is not None
+    packed = run_BT is not None
     if not packed:
-        runs = jnp.zeros((batch, CHUNK), jnp.int32), jnp.zeros((batch, 2, 1), jnp.int32)
+        run_BT = np.zeros((1, 1), np.int32)  # not read; a constant, which no kernel fills
     bf16, fp16 = jnp.bfloat16, jnp.float16
     wide = jax.ShapeDtypeStruct((batch, num_heads, num_chunks, CHUNK, WIDTH), bf16)
     squares = jax.ShapeDtypeStruct((batch, num_heads, num_chunks, 3, CHUNK, CHUNK), bf16)
@@ -318,8 +321,7 @@ def prepare(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, slope_H, shift_HK, runs, *, low
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    run_BT, edge_B2N = runs
     constants = jnp.asarray(interval_signs(), fp16), jnp.asarray(levels(), fp16), jnp.zeros(1, jnp.int32)
-    # Vectors needed along rows and along columns come in twice: one load in two layouts has no solution for the compiler.
-    outputs = kernel(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, beta_BHT, run_BT, run_BT, edge_B2N, slope_H, shift_HK, *constants)
+    # A vector needed along rows and along columns comes in twice: one load in two layouts has no solution for the compiler.
+    outputs = kernel(q_BTHK, k_BTHK, gate_BTHK, beta_BHT, beta_BHT, run_BT, affine_H2K, *constants)
     return dict(zip(("kg", "qg", "kd", "ax", "decay"), outputs, strict=True))

@@ -56,10 +56,10 @@ def loader(fetch, free, num_chunks: int, interpret: bool):
 
 
 def _body(
-    kg_ref, qg_ref, kd_ref, ax_ref, decay_ref, v_ref, s0_ref,
-    o_ref, s_ref, *rest,
-    num_chunks: int, computing: int, keep_states: bool, interpret: bool,
+    kg_ref, qg_ref, kd_ref, ax_ref, decay_ref, v_ref, *rest,
+    num_chunks: int, computing: int, from_zero: bool, keep_states: bool, interpret: bool,
 ):  # fmt: skip
+    s0_ref, o_ref, s_ref, *rest = (None, *rest) if from_zero else rest
     if keep_states:
         states_ref, kg_s, kd_s, ax_s, decay_s, v_s, eye_s, out_s, states_s, full, free = rest
     else:
@@ -88,7 +88,7 @@ def _body(
         eye = eye_s.at[wg]
         eye[...] = jnp.where(rows == columns, 1.0, 0.0).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        state = plgpu.load(s0_ref.at[b, h, mine], layout=WGMMA, optimized=False)
+        state = zeros(HALF, WIDTH) if s0_ref is None else plgpu.load(s0_ref.at[b, h, mine], layout=WGMMA, optimized=False)
 
         def step(n, state):
             slot = lax.rem(n, STAGES)
@@ -126,9 +126,9 @@ def _body(
 
 @functools.partial(jax.jit, static_argnames=("keep_states", "interpret"))  # lowered once for all the layers that call it
 def recurrence(
-    operands: Mapping[Any, jax.Array], v_BTHV: jax.Array, state_BHVK: jax.Array, *, keep_states: bool = False, interpret=None
+    operands: Mapping[Any, jax.Array], v_BTHV: jax.Array, state_BHVK: jax.Array | None, *, keep_states: bool = False, interpret=None
 ) -> tuple[jax.Array, ...]:
-    """Outputs [B, T, H, V] and the final state [B, H, V, K] (FP32) from the chunk operands of `prepare`.
+    """Outputs [B, T, H, V] and the final state [B, H, V, K] (FP32) from the chunk operands of `prepare` and the first state, None for zero.
 
     With `keep_states` the first is U instead, and the state before each chunk follows, [B, H, N, V, K] in bf16: what the backward
     pass needs.
@@ -138,11 +138,18 @@ def recurrence(
     computing = compute_warpgroups(batch * num_heads)
     bf16 = jnp.bfloat16
     wide, block = (STAGES, CHUNK, WIDTH), (computing, CHUNK, CHUNK)
-    outputs = [jax.ShapeDtypeStruct(v_BTHV.shape, bf16), jax.ShapeDtypeStruct(state_BHVK.shape, jnp.float32)]
+    outputs = [jax.ShapeDtypeStruct(v_BTHV.shape, bf16), jax.ShapeDtypeStruct((batch, num_heads, WIDTH, WIDTH), jnp.float32)]
     if keep_states:
         outputs.append(jax.ShapeDtypeStruct((batch, num_heads, num_chunks, WIDTH, WIDTH), bf16))
     kernel = plgpu.kernel(
-        functools.partial(_body, num_chunks=num_chunks, computing=computing, keep_states=keep_states, interpret=interpret is not None),
+        functools.partial(
+            _body,
+            num_chunks=num_chunks,
+            computing=computing,
+            from_zero=state_BHVK is None,
+            keep_states=keep_states,
+            interpret=interpret is not None,
+        ),
         out_type=tuple(outputs),
         scratch_types=(
             tile(wide, bf16),
@@ -163,4 +170,5 @@ def recurrence(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    return tuple(kernel(*(operands[name] for name in ("kg", "qg", "kd", "ax", "decay")), v_BTHV, state_BHVK))
+    given = [*(operands[name] for name in ("kg", "qg", "kd", "ax", "decay")), v_BTHV]
+    return tuple(kernel(*given, *(() if state_BHVK is None else (state_BHVK,))))

@@ -25,14 +25,14 @@ LIMITS_S = (120, 120, 240)
 def interpret(
     inputs, segment_ids=None, *, lower_bound, blocks=132, computing=1, detect_races=False, cotangents=None, transition=False
 ) -> Any:
-    """Output and final state (float32) and whether a race was found, from the eight inputs of the tests.
+    """Output and final state (float32) and whether a race was found, from the eight inputs of the tests; the state may be None.
 
     `computing` is the number of warpgroups that compute in a block of the recurrences. With `cotangents`, those of the output and
     the final state, the inputs' gradients follow. With `transition`, the transition and the state from a zero start are all.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "in.npz"), Path(folder, "out.npz")
-        arrays = {f"input_{i}": np.asarray(x, np.float32) for i, x in enumerate(inputs)}
+        arrays = {f"input_{i}": np.asarray(x, np.float32) for i, x in enumerate(inputs) if x is not None}
         if segment_ids is not None:
             arrays["segment_ids"] = np.asarray(segment_ids)
         if cotangents is not None:
@@ -72,7 +72,8 @@ def main(source: str, target: str) -> None:
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # callbacks that compute can wait for the dispatching thread
     given = np.load(source)
-    inputs = [jnp.asarray(given[f"input_{i}"], jnp.bfloat16 if i < 5 else jnp.float32) for i in range(8)]
+    inputs: list[Any] = [jnp.asarray(given[f"input_{i}"], jnp.bfloat16 if i < 5 else jnp.float32) for i in range(7)]
+    inputs.append(jnp.asarray(given["input_7"], jnp.float32) if "input_7" in given else None)
     prepare.BLOCKS = gradients.BLOCKS = int(given["blocks"])
     recurrence.compute_warpgroups = reverse.compute_warpgroups = lambda _: int(given["computing"])
     detect_races = bool(given["detect_races"])

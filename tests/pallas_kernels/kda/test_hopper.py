@@ -22,7 +22,6 @@ if jax.__version_info__ < (0, 11):
 import pallas_kernels.kda as kda_package
 from pallas_kernels.kda.hopper import kda_hopper, transition_hopper, unsupported_reason
 from pallas_kernels.kda.hopper import prepare as prepare_module
-from pallas_kernels.kda.hopper.forward import chunk_runs
 from pallas_kernels.kda.hopper.recurrence import compute_warpgroups, recurrence
 from pallas_kernels.kda.hopper.reverse import reverse_recurrence
 from pallas_kernels.kda.recurrent import kda_recurrent
@@ -109,13 +108,6 @@ def error(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-def test_documents_as_the_kernels_read_them():
-    ids = jnp.asarray([[5] * 60 + [-1] * 3 + [5] * 2 + [7] * 63])
-    run_BT, edge_B2N = chunk_runs(ids)
-    assert run_BT[0, 59:66].tolist() == [0, -1, -1, -1, 0, 0, 1]
-    assert edge_B2N[0].tolist() == [[0, 0], [0, 1]]
-
-
 def test_every_exponent_is_a_short_interval():
     """Within the bound of the report's 16-token tiles: at most 16 decays in a factor that may grow."""
     from_reference, to_later_reference, from_start, to_end = prepare_module.interval_signs().reshape(4, 64, 64)
@@ -127,11 +119,11 @@ def test_every_exponent_is_a_short_interval():
 @pytest.mark.slow
 @pytest.mark.numerics
 def test_interpreted_without_races():
-    """Two chunks, so that no buffer of the recurrence's ring is filled twice: see the next test for that."""
-    inputs = make("random", tokens=128, heads=1)
-    o, state, races = interpret(inputs, lower_bound=LOWER_BOUND, detect_races=True)
+    """Two chunks, so that no buffer of the recurrence's ring is filled twice: see the next test for that. No initial state."""
+    *inputs, start = make("random", tokens=128, heads=1)
+    o, state, races = interpret((*inputs, None), lower_bound=LOWER_BOUND, detect_races=True)
     assert not races
-    want_o, want_state = expected(inputs)
+    want_o, want_state = expected((*inputs, 0 * start))
     assert error(o, want_o) < REGIMES["random"] and error(state, want_state) < REGIMES["random"]
 
 
@@ -298,6 +290,15 @@ def test_values_and_bits_on_a_gpu(regime, packed):
         # At the bound and without decay the gate's gradients vanish, but for what float64 leaves.
         limit = WITH_REPEATED_KEYS.get(name, GRADIENT_LIMIT) if regime == "repeated keys" else GRADIENT_LIMIT
         assert np.linalg.norm(b) < 1e-12 or error(a, b) < limit, f"gradient of {name}"
+
+
+@pytest.mark.gpu
+def test_no_initial_state_on_a_gpu():
+    """Without one nothing is loaded; the bits are those of zeros."""
+    *inputs, start = make("random", tokens=449, heads=3)
+    form = jax.jit(functools.partial(kda_hopper, lower_bound=LOWER_BOUND))
+    for a, b in zip(form(*inputs), form(*inputs, initial_state_BHKV=0 * start), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 @pytest.mark.gpu
