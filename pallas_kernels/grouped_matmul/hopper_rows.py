@@ -41,7 +41,7 @@ class RowsConfig:
 
     A group is cut into tiles of at most `max_rows`, as even as multiples of `unit` allow; each such multiple has its
     own code. `stages` is the depth of the ring that loads fill, `slots` the number of buffers (of `unit` rows) that stores use.
-    Up to `walked` groups, warpgroups walk through the sizes: the list costs 10 us before the kernel starts, a group some 50 ns.
+    Up to `walked` groups, warpgroups walk through the sizes: the list costs 10 us before the kernel starts, a group tens of ns.
 
     Raises:
       ValueError: `unit`, or how many of them a tile has, is not a power of two.
