@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import difflib
 import importlib.util
+import itertools
 import sys
 import traceback
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from k3train import config_io
 from k3train.config import Experiment
@@ -75,11 +77,14 @@ def _place(path: Path, absolute: Path, error: BaseException) -> str:
 
 
 def check_names(experiment: Experiment, overrides: Sequence[str]) -> None:
-    """Raises on a field that does not exist, with the nearest that do."""
-    fields = list(_fields(Experiment))
+    """Raises on a field that does not exist, with the nearest that do, and on a list without a value (an unset shell variable)."""
+    types = dict(_fields(Experiment))
+    fields = list(types)
     switches = {f"{folder}{dot}no_{last}" for folder, dot, last in (field.rpartition(".") for field in fields)}  # --logging.no-tensorboard
-    for argument in overrides:
+    for argument, following in itertools.zip_longest(overrides, overrides[1:], fillvalue="--"):
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        if argument.startswith("--") and "=" not in argument and typing.get_origin(types.get(name)) is tuple and following.startswith("--"):
+            raise UserError(f"{argument} needs at least one value")
         if not argument.startswith("--") or name in {"help", *fields, *switches}:
             continue
         raise UserError(f"unknown field {argument.partition('=')[0]}" + _suggestion(name, fields))
@@ -98,11 +103,11 @@ def _suggestion(name: str, fields: Sequence[str]) -> str:
     return f"; did you mean {options}?" if options else "; --help after the experiment file lists every field"
 
 
-def _fields(kind: type, path: str = "") -> Iterator[str]:
-    """The dotted names of all fields that hold a value."""
+def _fields(kind: type, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted names of all fields that hold a value, with their types."""
     hints = typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[item.name]):
             yield from _fields(hints[item.name], f"{path}{item.name}.")
         else:
-            yield f"{path}{item.name}"
+            yield f"{path}{item.name}", hints[item.name]

@@ -41,12 +41,11 @@ def run(options: argparse.Namespace) -> None:
     later, fields = _later_options(options.rest)
     step = options.step if later.step is None else later.step
     experiment = with_absolute_sources(changed(saved, fields, options.run_folder)) if fields else saved
-    from rich.console import Console
-
     from k3train.train import loop  # imports JAX
+    from k3train.train.console import LastingConsole
 
     asked = Resume(step=step, allow=frozenset((*options.allow_changed, *later.allow_changed)))
-    loop.run(experiment, options.run_folder, resume=asked, console=Console())
+    loop.run(experiment, options.run_folder, resume=asked, console=LastingConsole())
 
 
 def changed(saved: Experiment, fields: Sequence[str], run_folder: Path) -> Experiment:
@@ -68,6 +67,10 @@ def saved_experiment(run_folder: Path) -> Experiment:
     if not (run_folder / CONFIG_FILE).is_file():
         what = "is not a run" if run_folder.is_dir() else "is a file" if run_folder.exists() else "no such folder"
         raise UserError(f"{run_folder}: {what}; give the folder that `k3train train` made, with its {CONFIG_FILE}")
+    from k3train.interop.hugging_face_config import describes_model  # imports JAX
+
+    if describes_model(run_folder):
+        raise UserError(f"{run_folder}: is a Hugging Face folder, not a run; `k3train score` and `generate --tokens` read it")
     return config_io.load(run_folder / CONFIG_FILE)
 
 

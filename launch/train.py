@@ -32,13 +32,12 @@ def start(experiment: Experiment) -> None:
     be given unchanged.
     """
     folder = new_run_folder(experiment)
-    from rich.console import Console
-
     from k3train.train import loop  # imports JAX
+    from k3train.train.console import LastingConsole
     from k3train.train.run_folder import BusyError
 
     try:
-        loop.run(experiment, folder, console=Console())
+        loop.run(experiment, folder, console=LastingConsole())
     except BusyError:  # the folder is the other process's
         raise
     except UserError:

@@ -31,7 +31,7 @@ class Result:
     heldout_loss: float | None
     """Nats per held-out token; None: not finite."""
     baselines: dict[str, float]
-    """Bits per byte of counting models on the same held-out text; empty where tokens are not bytes or the text is too long to count."""
+    """Bits per byte of counting models on all of the held-out text; empty where tokens are not bytes or the text is too long to count."""
     seconds: float
     """Wall time, set-up and compilation included, over all resumes."""
     tokens: int

@@ -55,5 +55,6 @@ def check_arguments(
             raise ValueError(f"segment_ids must be signed integers (-1 is padding), got {segment_ids_BT.dtype}")
     if not MOST_NEGATIVE_BOUND <= lower_bound < 0:
         raise ValueError(
-            f"lower_bound must lie in [{MOST_NEGATIVE_BOUND:g}, 0), got {lower_bound}: below it the factors of a 16-token tile overflow"
+            f"lower_bound must lie in [{MOST_NEGATIVE_BOUND:g}, 0), got {lower_bound}: a decay is a loss,"
+            f" and below {MOST_NEGATIVE_BOUND:g} the factors of a 16-token tile overflow"
         )

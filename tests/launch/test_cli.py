@@ -186,6 +186,8 @@ def test_resume_needs_a_run(tmp_path, capsys):
     assert "is not a run" in refusal(capsys, "resume", tmp_path)
     (tmp_path / "config.json").write_text('{"name": "x"}')
     assert "model: missing" in refusal(capsys, "resume", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "kimi_k3"}')
+    assert "is a Hugging Face folder, not a run" in refusal(capsys, "resume", tmp_path)
 
 
 def test_resume_without_a_checkpoint(tiny_experiment, tmp_path, capsys):

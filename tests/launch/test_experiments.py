@@ -67,7 +67,7 @@ def test_overridden_experiment_survives_json(tiny_experiment, tmp_path):
 def test_help_lists_every_field_with_its_default(tiny_experiment, capsys):
     assert cli.main(["train", str(tiny_experiment), "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for field in experiments._fields(Experiment):
+    for field, _ in experiments._fields(Experiment):
         assert re.search(rf"--{re.escape(field.replace('_', '-'))}[ ,]", text), field
     assert "Steps between two lines of `metrics.jsonl`." in text.replace("│ │ ", "")
     assert "(default: 1e-08)" in text
@@ -204,3 +204,8 @@ def test_values_that_would_mislead_are_refused(tiny_experiment, field, value, me
     with pytest.raises(UserError) as error:
         experiments.resolve(tiny_experiment, [field, value], "k3train train")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("rest", [[], ["--name", "other"]])
+def test_a_list_without_a_value_is_refused(tiny_experiment, rest):
+    assert refusal(tiny_experiment, "--data.sources", *rest) == "--data.sources needs at least one value"
