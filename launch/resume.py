@@ -67,11 +67,15 @@ def saved_experiment(run_folder: Path) -> Experiment:
     if not (run_folder / CONFIG_FILE).is_file():
         what = "is not a run" if run_folder.is_dir() else "is a file" if run_folder.exists() else "no such folder"
         raise UserError(f"{run_folder}: {what}; give the folder that `k3train train` made, with its {CONFIG_FILE}")
-    from k3train.interop.hugging_face_config import describes_model  # imports JAX
+    try:
+        return config_io.load(run_folder / CONFIG_FILE)
+    except UserError:
+        from k3train.interop.hugging_face_config import describes_model  # imports JAX
 
-    if describes_model(run_folder):
-        raise UserError(f"{run_folder}: is a Hugging Face folder, not a run; `k3train score` and `generate --tokens` read it")
-    return config_io.load(run_folder / CONFIG_FILE)
+        if describes_model(run_folder):
+            message = f"{run_folder}: is a Hugging Face folder, not a run; `k3train score` and `generate --tokens` read it"
+            raise UserError(message) from None
+        raise
 
 
 def _later_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
